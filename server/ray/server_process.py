@@ -1,15 +1,19 @@
 """A plain server as the child of an actor: its settings come in, and news of its start go out.
 
-Standard input stays open as long as the actor lives. When it closes, the server ends at once.
+The server ends with the actor. Standard input stays open as long as the actor lives.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 from typing import Any, TextIO
 
 from ropewalk.server.process.preflight import bound_memory, wait_briefly
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main() -> None:
@@ -17,6 +21,8 @@ def main() -> None:
     bound_memory()
     wait_briefly()
     stated: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    if sys.platform == "linux":  # then it ends also if it is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     # Nothing else is imported before the memory is bounded.
     from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415

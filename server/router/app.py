@@ -80,6 +80,12 @@ class RouterApp:
             kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
             await send_whole(send, 200, kind, page)
             return
+        if scope["path"] == "/stats" and scope["method"] == "GET":
+            credentials = [each for each in scope["headers"] if each[0] in _CREDENTIALS]
+            if await self._fleet.collect_stats(credentials):
+                content = self._fleet.stats.render(self._fleet.choice.replicas)
+                await send_whole(send, 200, {"Content-Type": "application/json"}, content)
+                return
         await self._pass_on(scope, receive, send)
 
     async def _page(self, headers: Headers) -> bytes:

@@ -15,6 +15,7 @@ from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.addresses import targets_of
 from ropewalk.server.router.facts import Facts, Served, difference, facts_of
 from ropewalk.server.router.fleet_page import FleetPage
+from ropewalk.server.router.fleet_stats import FleetStats
 from ropewalk.server.router.text_pages import PAGE_TOKENS
 from ropewalk.server.router.upstream import Headers, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
@@ -65,6 +66,7 @@ class Fleet:
         self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
         self.agreed: Served | None = None  # by the servers that take requests
         self.page = FleetPage()
+        self.stats = FleetStats()
         self._has_open_metrics = False  # the servers ask for no API key
         self._changed = asyncio.Event()
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -164,6 +166,7 @@ class Fleet:
                 if server.name in self._ever_told:
                     self._ever_told.discard(server.name)
                     self.page.end(server.name)
+                    self.stats.end(server.name)
                 server.pool.lose("its address is gone")
                 return
             server.is_doubtful.clear()
@@ -217,6 +220,21 @@ class Fleet:
         if not credentials and (is_allowed or is_refused):
             self._has_open_metrics = is_allowed
         return is_allowed or (not is_refused and self._has_open_metrics)
+
+    async def collect_stats(self, credentials: Headers) -> bool:
+        """Ask the servers for their /stats; return whether the client may see them."""
+        asked = [each for each in self.servers.values() if each.is_ready]
+        statuses = await asyncio.gather(*(self._collect_stats(each, credentials) for each in asked))
+        return 200 in statuses
+
+    async def _collect_stats(self, server: Server, credentials: Headers) -> int:
+        with suppress(TimeoutError, LostError, ValueError):
+            async with asyncio.timeout(_COLLECT_S):
+                status, content = await self._get(server, "/stats", self._passed_on(credentials))
+            if status == 200:
+                self.stats.note(server.name, content)
+            return status
+        return 0
 
     async def _collect(self, server: Server, credentials: Headers) -> int:
         """Note a server's metrics; return the status of its answer, or 0 without one."""

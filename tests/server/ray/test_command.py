@@ -100,6 +100,7 @@ def test_a_killed_command_leaves_no_process() -> None:
     with running_server("--replicas", "1", "--threads", "1") as server:
         processes = [*servers_of(server), *actors_of(server)]
         assert len(processes) >= 2
+        os.kill(processes[0], signal.SIGSTOP)  # also one that can do nothing itself
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, processes)), 60)
 

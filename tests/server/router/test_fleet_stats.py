@@ -1,0 +1,79 @@
+"""The /stats of several servers is that of one that has done the work of all."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.page.stats import read_stats
+from ropewalk.server.router.fleet_stats import FleetStats
+
+ADDRESSES = ("http://a:1", "http://b:1")
+
+
+def metrics() -> Metrics:
+    """The metrics of a server that has done nothing."""
+    config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64)
+    return Metrics(MetricFactory(), (64, 256), config, ())
+
+
+def work(of: Metrics, seed: int) -> None:
+    """Some latencies of two deployments, and tokens."""
+    for at in range(3):
+        name = f"m{(seed + at) % 2}"
+        of.first_tokens.observe(name, 40 * seed + at, 0.01 * seed)
+        of.next_tokens.observe(name, 100 * at, 0.002 * seed)
+        of._prompt_tokens.inc(seed + at)
+        of._requests.labels(name, "yarn", "2", "length").inc(seed)
+
+
+def stats_of(of: Metrics) -> dict[str, Any]:
+    """The answer of /stats as JSON."""
+    found: dict[str, Any] = read_stats(of).model_dump(mode="json")
+    return found
+
+
+def by_labels(stats: dict[str, Any]) -> dict[str, Any]:
+    """The same, whatever the order of the requests; sums are rounded."""
+    stats["requests"] = sorted(map(json.dumps, stats["requests"]))
+    return json.loads(json.dumps(stats), parse_float=lambda text: round(float(text), 9))  # type: ignore[no-any-return]
+
+
+def noted(fleet: FleetStats, address: str, of: Metrics) -> None:
+    """Tell the fleet what a server answers now."""
+    fleet.note(address, json.dumps(stats_of(of)).encode())
+
+
+def test_counts_are_those_of_one_server_with_all_the_work() -> None:
+    """Also of a server that is gone, and of one whose process was replaced."""
+    fleet, whole = FleetStats(), metrics()
+    for seed, address in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
+        one = metrics()
+        work(one, 1 + 10 // seed)
+        work(whole, 1 + 10 // seed)
+        noted(fleet, address, one)
+    fleet.end("b")
+    found, expected = json.loads(fleet.render(("a", "c"))), stats_of(whole)
+    assert found.pop("kv_cache_tokens") == 2 * expected.pop("kv_cache_tokens")
+    assert by_labels(found) == by_labels(expected)
+
+
+def test_queue_and_cache_are_of_the_servers_that_take_requests() -> None:
+    """Numbers of now are not kept."""
+    fleet = FleetStats()
+    for number, address in enumerate(ADDRESSES, 1):
+        one = metrics()
+        one.stepped(number, 10 * number, 0, 4 * number)
+        noted(fleet, address, one)
+    both, first = (json.loads(fleet.render(ADDRESSES[:num])) for num in (2, 1))
+    assert (both["requests_running"], both["requests_waiting"]) == (3, 30)
+    assert both["kv_cache_usage_ratio"] == pytest.approx(0.375)
+    assert (first["requests_running"], first["kv_cache_usage_ratio"]) == (1, 0.25)
+
+
+def test_another_answer_is_refused() -> None:
+    """It would end the page of all."""
+    with pytest.raises(ValueError, match="no answer of /stats"):
+        FleetStats().note("a", b"[]")
