@@ -10,7 +10,7 @@ import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import h11
 
@@ -81,8 +81,7 @@ class Exchange(asyncio.Protocol):
         return self._is_closed_there and self.heard_at == self._heard_before
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the reader, unless the end of the connection is that of the answer."""
@@ -298,11 +297,13 @@ class Pool:
         return exchange
 
 
-def _end_after(silence_s: float, sock: socket.socket) -> None:
+def _end_after(silence_s: float, connected: socket.socket) -> None:
     """Let the system end a connection whose other machine acknowledges nothing for so long."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        whole_s = min(int(silence_s), 32_767)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
+    # The sockets of uvloop's transports have no options.
+    with socket.fromfd(connected.fileno(), connected.family, connected.type) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            whole_s = min(int(silence_s), 32_767)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
