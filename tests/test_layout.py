@@ -56,7 +56,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "startup": {"page", "turns", "api", "middleware", "access", "settings", "process"},
         "replicas": set(),
         "router": {"startup", "replicas", "middleware", "access", "settings", "process"},
-        "ray": {"router", "startup", "middleware", "access", "settings", "process"},
+        "ray": {"router", "startup", "page", "middleware", "access", "settings", "process"},
     },
     "studies": {
         "harness": set(),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ropewalk.server.page.page_files import has_playground
 from ropewalk.server.process.torch_build import has_nvidia_gpu
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import ReplicaSettings
@@ -41,6 +42,8 @@ class SentSettings:
             "router_key": router_key,
             "router_only": True,
             "threads": num_threads,
+            # By the public address, not by its own.
+            "playground": "always" if has_playground(settings) else "never",
             "max_connections": settings.max_connections + _SPARE_CONNECTIONS,
         }
         return cls(

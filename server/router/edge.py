@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -33,7 +34,8 @@ class Edge:
 
     def set_servers(self, urls: Iterable[str]) -> None:
         """Let these servers take requests, beside those of the settings. For any thread."""
-        self._loop.call_soon_threadsafe(self.fleet.tell, [_target_of(url) for url in urls])
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.fleet.tell, [_target_of(url) for url in urls])
 
 
 def _target_of(url: str) -> Target:
