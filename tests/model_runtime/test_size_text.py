@@ -1,3 +1,5 @@
+"""Sizes as text."""
+
 import pytest
 
 from ropewalk.model_runtime.size_text import size_text
