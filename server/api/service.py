@@ -28,10 +28,10 @@ from ropewalk.model_runtime.text.text_rules import grammar_of_rule
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats
 from ropewalk.rope import NativeRope
-from ropewalk.server.access.fingerprint import AskedFingerprint
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
 from ropewalk.server.access.told_answer import Seeds
+from ropewalk.server.api.fingerprint import AskedFingerprint
 from ropewalk.server.api.generation_schema import GenerationRequest, check_limits, unknown_token
 from ropewalk.server.api.output_queue import OutputQueue, Submission
 from ropewalk.server.api.structured_schema import AskedAnswer

@@ -14,7 +14,7 @@ from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity
 from ropewalk.model_runtime.known_trials import kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
-from ropewalk.server.access.fingerprint import Fingerprint
+from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.settings.load import ServeSettings
 
 _ROOT = Path(__file__).parents[2]

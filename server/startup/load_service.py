@@ -22,10 +22,10 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.rope import NativeRope
 from ropewalk.server.access.allowance import KeyMetrics
-from ropewalk.server.access.fingerprint import AskedFingerprint
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
+from ropewalk.server.api.fingerprint import AskedFingerprint
 from ropewalk.server.api.output_queue import OutputQueue
 from ropewalk.server.api.service import Service
 from ropewalk.server.errors import rejection_reasons

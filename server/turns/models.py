@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.server.access.fingerprint import Fingerprint
+from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.generation_schema import TokenId
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.rope_schema import PositionsField

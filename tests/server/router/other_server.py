@@ -21,6 +21,7 @@ class OtherServer:
         self.status = 200  # another one is answered instead of the stream
         self.status_afterwards: int | None = None  # as `status`, behind the first stream
         self.code = "of_the_other"
+        self.is_held = False  # behind the parts of a stream, or before another answer
         self.num_asked = 0
         self.url = ""
         self.port = 0
@@ -41,6 +42,7 @@ class OtherServer:
         while (await receive()).get("more_body"):
             pass
         if self.status != 200:
+            await self._held()
             await self._json(send, self.status, {"error": {"code": self.code}})
             return
         head = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -48,8 +50,13 @@ class OtherServer:
         for part in self.parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await asyncio.sleep(0.05)  # for the bytes to be read
+        await self._held()
         self.status = self.status_afterwards or self.status
         # uvicorn closes the connection of an answer that is not whole.
+
+    async def _held(self) -> None:
+        while self.is_held:  # noqa: ASYNC110  # another thread sets it
+            await asyncio.sleep(0.01)
 
     async def _json(self, send: Any, status: int, body: Any) -> None:
         content = json.dumps(body).encode()
