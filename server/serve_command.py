@@ -127,9 +127,8 @@ class _Start:
         server = GracefulServer(
             self._settings, self._answers, lambda: started.set_result(asyncio.get_running_loop())
         )
-        server.serve_without_model(
-            lambda: None
-        )  # a signal during the start must end what has begun on Ray
+        # A signal during the start must end what has begun on Ray.
+        server.serve_without_model(lambda: None)
         serving = threading.Thread(target=_run, args=(server, self._listener, started))
         serving.start()
         loop = started.result()
