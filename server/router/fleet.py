@@ -24,7 +24,7 @@ _CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
 _COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 
-REFUSALS = ("listing", "fingerprint", "router_key")
+REFUSALS = ("listing", "fingerprint", "router_key", "pending")
 
 _log = structlog.get_logger(__name__)
 
@@ -188,25 +188,33 @@ class Fleet:
             if loop.time() - server.heard_at >= silence_s:
                 self.lost(server, str(error))  # an open connection may tell nothing of it
             self._note(server, is_ready=False, problem=str(error))
-            server.facts = None
+            server.facts, server.refusal = None, ""
             return
         if status != 200:
+            server.refusal = ""
             self._note(server, is_ready=False, problem=f"its /ready answers {status}")
-            return
-        if server.facts is None or loop.time() - server.facts_at > _FACTS_LAST_S:
-            try:
-                async with asyncio.timeout(silence_s):
-                    await self._learn(server)
-            except TimeoutError:
-                told = "its /v1/models does not answer; a fingerprint of large weights takes time"
-                server.problem = server.problem or told
-                return
-            except LostError:
-                return
-            except ValueError:
-                self._note(server, is_ready=False, problem="its /v1/models is not JSON")
-                return
-        self._note(server, is_ready=True, problem="")
+        elif await self._is_known(server):
+            self._note(server, is_ready=True, problem="")
+
+    async def _is_known(self, server: Server) -> bool:
+        """Return whether it is known what a server serves; ask, if not or not lately."""
+        is_old = asyncio.get_running_loop().time() - server.facts_at > _FACTS_LAST_S
+        if server.facts is not None and not is_old:
+            return True
+        try:
+            async with asyncio.timeout(self._settings.silence_seconds):
+                await self._learn(server)
+        except TimeoutError:
+            if not server.is_ready:
+                told = "its /v1/models does not answer; a hash of large weights takes minutes"
+                self._refuse(server, "pending", told)
+            return False
+        except LostError:
+            return False
+        except ValueError:
+            self._note(server, is_ready=False, problem="its /v1/models is not JSON")
+            return False
+        return True
 
     async def collect(self, credentials: Headers) -> bool:
         """Ask the servers for their metrics; return whether the client may see them.
@@ -336,7 +344,7 @@ class Fleet:
 
     def doubt(self, server: Server, why: str) -> None:
         """Give a server no more requests until its /ready, asked at once, says so again."""
-        server.facts = None
+        server.facts, server.refusal = None, ""
         self._note(server, is_ready=False, problem=why)
         server.is_doubtful.set()
 

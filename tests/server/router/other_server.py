@@ -21,6 +21,7 @@ class OtherServer:
         self.status = 200  # another one is answered instead of the stream
         self.status_afterwards: int | None = None  # as `status`, behind the first stream
         self.code = "of_the_other"
+        self.is_hashing = False  # /v1/models does not answer
         self.is_held = False  # behind the parts of a stream, or before another answer
         self.num_asked = 0
         self.url = ""
@@ -31,6 +32,8 @@ class OtherServer:
         if path == "/ready":
             await self._json(send, 200 if self.is_ready else 503, {})
         elif path == "/v1/models":
+            while self.is_hashing:  # noqa: ASYNC110  # another thread sets it
+                await asyncio.sleep(0.01)
             await self._json(send, 200, self.models)
         elif scope["method"] == "POST":
             await self._answer(receive, send)

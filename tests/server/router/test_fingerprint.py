@@ -1,5 +1,6 @@
 """Servers that serve something else under the same names take no requests."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.api.fingerprint import AskedFingerprint, Fingerprint
 from ropewalk.server.router.facts import Facts, difference, facts_of
 from tests.processes import Server, running_server, without_replicas
 from tests.server.router.test_route import FLAGS, KEY, metric, routed, until
@@ -105,3 +107,27 @@ def test_the_difference_names_listing_or_fingerprint() -> None:
     assert reason == "fingerprint"
     assert "12345678 and that of most servers abcdefgh:" in told
     assert difference(one.served, Facts("b").served)[0] == "listing"
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_fingerprint_is_made_once_and_when_it_is_asked_for(*, is_gone: bool) -> None:
+    """All who ask while it is made get the same one; none if the weights' files are gone."""
+    num_made = 0
+
+    def make() -> Fingerprint:
+        nonlocal num_made
+        num_made += 1
+        if is_gone:
+            raise FileNotFoundError("model.safetensors")
+        return Fingerprint("model", "arithmetic")
+
+    async def ask() -> None:
+        asked = AskedFingerprint(make)
+        assert asked.known is None
+        assert not num_made
+        found = await asyncio.gather(asked.made(), asked.made())
+        assert found == [None if is_gone else Fingerprint("model", "arithmetic")] * 2
+        assert await asked.made() == asked.known == found[0]
+
+    asyncio.run(ask())
+    assert num_made == 1
