@@ -91,6 +91,7 @@ class Pause:
         self._what = what
         self._until = 0.0
         self._next_s = _FIRST_PAUSE_S
+        self._lock = threading.Lock()
 
     @property
     def is_on(self) -> bool:
@@ -98,11 +99,12 @@ class Pause:
 
     def begin(self, reason: str) -> None:
         """Pause from now on, and say so in one line. No effect during a pause."""
-        if self.is_on:
-            return
-        _log.warning("kv_disk_paused", what=self._what, reason=reason, seconds=round(self._next_s))
-        self._until = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+        with self._lock:
+            if self.is_on:
+                return
+            seconds, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_PAUSE_S)
+            self._until = time.monotonic() + seconds
+        _log.warning("kv_disk_paused", what=self._what, reason=reason, seconds=round(seconds))
 
     def ended_well(self) -> None:
         """Record a success, after which a pause is short again."""

@@ -85,7 +85,7 @@ def test_no_link_is_followed(folder: PageFolder, tmp_path: Path) -> None:
     path.symlink_to(other)
     with pytest.raises(BadPageError, match="foreign"):
         read(folder)
-    folder.discard(KEY)
+    folder.discard([KEY])
     assert not path.is_symlink()
     assert other.is_file()
     other_shelf = tmp_path / "shelf"
@@ -138,7 +138,7 @@ def test_a_sweep_deletes_the_oldest_pages_and_leaves_other_files(folder: PageFol
     keys = [bytes([number]) * 32 for number in range(40)]
     for depth, key in enumerate(keys):
         folder.write(key, PAGE.data)
-        folder.touch(key, depth)
+        folder.touch([(key, depth)])
     notes = path_of(folder).with_name("notes.txt")
     notes.write_text("mine")
     stale = path_of(folder).with_name("." + "0" * 16)
