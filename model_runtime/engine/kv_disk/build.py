@@ -19,9 +19,8 @@ from ropewalk.model_runtime.engine.kv_disk.finite import (
     sealed_check,
 )
 from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
-from ropewalk.model_runtime.engine.kv_disk.folder_store import FolderStore
 from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
-from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP
+from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP, FolderStore
 from ropewalk.model_runtime.engine.kv_disk.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Reader

@@ -327,3 +327,22 @@ def test_a_password_opens_the_store_and_is_in_no_line(
     told = repr([logs, server.engine.config])
     assert PASSWORD not in told
     assert "another" not in told
+
+
+def test_a_user_with_the_documented_rights_suffices(
+    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
+) -> None:
+    """They are keys of ours and six commands."""
+    commands = [f"+{each}" for each in ("getrange", "strlen", "set", "unlink", "touch", "info")]
+    client.acl_setuser(
+        "server", enabled=True, passwords=[f"+{PASSWORD}"], keys=["ropewalk:*"], commands=commands
+    )
+    url = store.url.replace("//", f"//server:{PASSWORD}@")
+    with structlog.testing.capture_logs() as logs:
+        for num_cached in (0, NUM_PAGES * 16):
+            server = Server(engines, checkpoint, url)
+            assert server.ask(asked(checkpoint))[1] == num_cached
+            server.stop()
+    server.tier._writer.store.discard([bytes(32)])  # type: ignore[union-attr]
+    server.tier._writer.store.touch([(bytes(32), 0)])  # type: ignore[union-attr]
+    assert pauses(logs) == []
