@@ -34,6 +34,8 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PAGE_NAME = re.compile("[0-9a-f]{64}")
+_NAME = ".place"  # of the folder itself
+_NAME_BYTES = 16
 _PART_NAME = re.compile(r"\.[0-9a-f]{16}")
 
 
@@ -68,6 +70,31 @@ def open_root(path: Path, *, create: bool) -> int:
         os.close(root)
         raise FolderError(problem)
     return root
+
+
+def own_name(root: int) -> str:
+    """Return the name of an open folder, which is made at random at first. Raises OSError.
+
+    Two that make it at once may differ until they ask again.
+    """
+    with suppress(FileNotFoundError):
+        return _read_name(root)
+    part = f"{_NAME}.{secrets.token_hex(8)}"
+    file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=root)
+    try:
+        os.write(file, secrets.token_bytes(_NAME_BYTES))
+    finally:
+        os.close(file)
+    os.rename(part, _NAME, src_dir_fd=root, dst_dir_fd=root)
+    return _read_name(root)
+
+
+def _read_name(root: int) -> str:
+    file = os.open(_NAME, _READ_FLAGS, dir_fd=root)
+    try:
+        return os.read(file, _NAME_BYTES).hex()
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder, entries
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder, entries, own_name
 from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import Room
 
@@ -90,4 +90,4 @@ class FolderStore(PageFolder):
             return None
         free = self._cap_bytes - swept.num_bytes
         left = min(allowance(self._cap_bytes, self.form.file_bytes), free)
-        return Room(left, swept.num_bytes, swept.num_evicted)
+        return Room(left, swept.num_bytes, swept.num_evicted, own_name(self.root))

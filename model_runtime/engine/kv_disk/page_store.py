@@ -16,6 +16,7 @@ class Room(NamedTuple):
     left_bytes: int  # that this process may write before it looks again
     num_bytes: int  # that it holds now
     num_evicted: int  # pages that were deleted because they were the oldest
+    name: str  # at random, and the same for all who share the place
 
 
 class PageStore(Protocol):

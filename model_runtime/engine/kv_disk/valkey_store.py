@@ -7,6 +7,7 @@ go, so there is no janitor.
 The package `valkey` is imported here only.
 """
 
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from ropewalk.model_runtime.engine.kv_disk.store_url import StoreUrl
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0  # until the next bytes; the tier gives a request up long before
 _OTHER_TYPE = "WRONGTYPE"
+_NAME = f"ropewalk:{PAGES}:name"  # of the store itself
+_NAME_BYTES = 16
 
 
 class ValkeyStore:
@@ -35,6 +38,7 @@ class ValkeyStore:
     def __init__(self, url: StoreUrl, form: PageFormat) -> None:
         """Prepare; the first command connects."""
         self.form = form
+        self._own_name = secrets.token_bytes(_NAME_BYTES)
         self._prefix = f"ropewalk:{PAGES}:{form.identity.hex()[:IDENTITY_DIGITS]}:"
         tls: dict[str, Any] = {}
         if url.is_tls:
@@ -95,7 +99,10 @@ class ValkeyStore:
     def look(self) -> Room:
         """Return the memory that the store uses, for whomever. Raises StoreError."""
         memory = self._asked(lambda: self._client.info("memory"))
-        return Room(sys.maxsize, int(memory["used_memory"]), 0)
+        # The store may have deleted it, so those who know it set it again.
+        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
+        self._own_name = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES - 1))
+        return Room(sys.maxsize, int(memory["used_memory"]), 0, self._own_name.hex())
 
     def reopen(self) -> None:
         """Do nothing: the next command connects."""

@@ -3,6 +3,7 @@
 A page is written only if all of its numbers are finite, so no stored page can spread a NaN.
 """
 
+import hashlib
 import os
 import queue
 import sys
@@ -217,7 +218,9 @@ class Writer:
             return
         self._looked_s = time.monotonic()
         self._left_bytes = room.left_bytes
-        self._counting.holds(room.num_bytes)
+        # Servers of another identity use the same place, and not the same pages.
+        place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
+        self._counting.holds(room.num_bytes, place)
         self._counting.page("evicted", room.num_evicted)
 
     def _pause(self, error: Exception) -> None:

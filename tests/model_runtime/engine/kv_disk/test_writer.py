@@ -15,7 +15,7 @@ class Noting:
     """A store that holds nothing; `fault` is raised by what follows."""
 
     def __init__(self) -> None:
-        self.form: Any = SimpleNamespace(file_bytes=8)
+        self.form: Any = SimpleNamespace(file_bytes=8, identity=bytes(32))
         self.done: list[tuple[str, Any]] = []
         self.fault: Exception | None = None
 
@@ -37,7 +37,7 @@ class Noting:
         self._note("touch", list(pages))
 
     def look(self) -> Room:
-        return Room(1 << 30, 0, 0)
+        return Room(1 << 30, 0, 0, "name")
 
     def reopen(self) -> None:
         """There is nothing to open."""
