@@ -50,6 +50,11 @@ def test_two_servers_share_a_store_that_dies_under_load(server: Server, tmp_path
                 time.sleep(0.01)
             assert ask(second.url, prompts[0]) == (expected[0], 384)
             assert ask(second.url, prompts[0], cache_salt="other")[1] == 0
+            places = [
+                [each for each in metrics(url) if each.startswith("info")]
+                for url in (first.url, second.url)
+            ]
+            assert places[0] == places[1] != []
             threading.Timer(0.2, store.kill).start()
             jobs = [(each.url, at) for at in range(1, 6) for each in (first, second)] * 3
             with ThreadPoolExecutor(4) as pool:

@@ -87,7 +87,11 @@ def test_key_and_value_are_those_of_the_folder(
     assert networked.read(key, into.data)
     assert np.array_equal(into, page)
     networked.touch([(key, 3)])
-    assert networked.look().num_bytes > 5000
+    room = networked.look()
+    assert room.num_bytes > 5000
+    assert ValkeyStore(parse_store_url(store.url), form).look().name == room.name
+    client.delete("ropewalk:v1:name")  # as an eviction does
+    assert networked.look().name == room.name
     networked.discard([key, bytes(32)])
     assert not networked.has(key)
     assert not networked.read(key, into.data)
