@@ -191,9 +191,9 @@ class Writer:
             depth, key = self._to_touch.pop()
             if self._touched.get(key, before) <= before:
                 due.append((key, depth))
+                self._touched[key] = now
         if not due:
             return
-        self._touched |= dict.fromkeys((key for key, _ in due), now)
         try:
             store.touch(due)
         except StoreError as error:
