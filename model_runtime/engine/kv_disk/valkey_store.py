@@ -58,9 +58,10 @@ class ValkeyStore:
     def has(self, key: bytes) -> bool:
         """Return whether a value of the right size has this key. Raises StoreError."""
         try:
-            return self._asked(lambda: self._client.strlen(self._name(key))) == self.form.file_bytes
+            num_bytes: int = self._asked(lambda: self._client.strlen(self._name(key)))
         except _OtherTypeError:
             return False
+        return num_bytes == self.form.file_bytes
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Read a page; return False if there is none. Raises BadPageError.
