@@ -21,11 +21,11 @@ from ropewalk.server.router.upstream import LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
-_PLACE = b"ropewalk_kv_disk_info{place="
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 _OF_THE_START = ("created",)  # differs between equal servers
 
 _log = structlog.get_logger(__name__)
+_PLACE = b"ropewalk_kv_disk_info{place="
 
 
 class Server:
