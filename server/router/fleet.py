@@ -26,6 +26,7 @@ _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 REFUSALS = ("listing", "fingerprint", "router_key", "pending")
 
 _log = structlog.get_logger(__name__)
+_PLACE = b"ropewalk_kv_disk_info{place="
 
 
 class Server:
@@ -40,6 +41,7 @@ class Server:
         self.facts: Facts | None = None  # what it serves; None: it has not been asked
         self.facts_at = 0.0  # the loop's time
         self.num_cache_tokens = _CACHE_TOKENS
+        self.place: str | None = None  # of pages that it shares; None: of none, or not known yet
         self.is_doubtful = asyncio.Event()  # it has to be asked at once
         self.answered_at = asyncio.get_running_loop().time()
         self.problem = "it has not answered yet"
@@ -253,6 +255,8 @@ class Fleet:
             for line in page.splitlines():
                 if line.startswith(b"ropewalk_kv_cache_tokens "):
                     server.num_cache_tokens = int(float(line.split()[1]))
+                elif line.startswith(_PLACE):
+                    server.place = line.removeprefix(_PLACE).decode(errors="replace")
 
     def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
         if is_ready and not server.is_ready:
@@ -288,6 +292,8 @@ class Fleet:
                 _log.warning("server_not_ready", server=name, why=problem)
             self.choice.update(names)
             self._changed.set()
+        for each in usable:
+            self.choice.add(each.name, names[each.name], each.place)
 
     def _refuse(self, server: Server, refusal: str, problem: str) -> None:
         """Note, and log once, why a server that is ready takes no requests."""
