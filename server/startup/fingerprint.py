@@ -45,9 +45,8 @@ def make_fingerprint(
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = checkpoint.tokenizer
     model = {
-        **model_facts(checkpoint, config.page_size),
+        **model_facts(checkpoint, config),
         "weights": WeightFiles(checkpoint.source, checkpoint.versions).content(known_in=folder),
-        "cache": config.kv_cache_dtype,
         "tokenizer": hashlib.sha256(tokenizer.as_json()[0].encode()).hexdigest(),
         "special_tokens": {name: str(each) for name, each in tokenizer.special_tokens_map.items()},
         "ends": sorted(checkpoint.eos_token_ids),

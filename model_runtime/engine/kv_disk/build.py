@@ -54,10 +54,8 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     def make_format() -> PageFormat:
         facts = {
             "version": VERSION,
-            "kv_cache_dtype": config.kv_cache_dtype,
-            **model_facts(checkpoint, config.page_size),
+            **model_facts(checkpoint, config),
             **arithmetic_facts(checkpoint),
-            "keys_by_token": store.row_keys,
         }
         # A store on the network has no place for the hashes of files.
         content = files.content(known_in=config.kv_disk)

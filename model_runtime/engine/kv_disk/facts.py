@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.known_trials import fingerprint
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.backends import backend_for, described, multiplies_pairs
@@ -22,12 +23,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def model_facts(checkpoint: Checkpoint, page_size: int) -> dict[str, object]:
+def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, object]:
     """Return what settings and files decide: number types, layers, and the length of a page."""
     plans = checkpoint.plans
     return {
         "dtype": dtype_name(checkpoint.dtype),
-        "page_size": page_size,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "page_size": config.page_size,
         "layers": [
             [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]
             for index in sorted(plans)
