@@ -9,8 +9,12 @@ import torch
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import draft_tokens
-from ropewalk.model_runtime.engine.kv_disk.facts import arithmetic_facts, model_facts
-from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
+from ropewalk.model_runtime.engine.kv_disk.identity import (
+    WeightFiles,
+    arithmetic_facts,
+    identity_of,
+    model_facts,
+)
 from ropewalk.model_runtime.known_trials import kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.chat_template import ChatTemplate

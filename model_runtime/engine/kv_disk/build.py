@@ -9,7 +9,6 @@ from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
-from ropewalk.model_runtime.engine.kv_disk.facts import arithmetic_facts, dtype_name, model_facts
 from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
     Records,
@@ -17,7 +16,13 @@ from ropewalk.model_runtime.engine.kv_disk.finite import (
     sealed_check,
 )
 from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
-from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
+from ropewalk.model_runtime.engine.kv_disk.identity import (
+    WeightFiles,
+    arithmetic_facts,
+    dtype_name,
+    identity_of,
+    model_facts,
+)
 from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP, FolderStore
 from ropewalk.model_runtime.engine.kv_disk.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.cpu_kernels import trials
-from ropewalk.model_runtime.engine.kv_disk.facts import arithmetic_facts
-from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError, WeightFiles, identity_of
+from ropewalk.model_runtime.engine.kv_disk.identity import (
+    ChangedError,
+    WeightFiles,
+    arithmetic_facts,
+    identity_of,
+)
 from ropewalk.model_runtime.loading import checkpoint
 from ropewalk.model_runtime.loading import file_versions as file_versions_module
 from ropewalk.model_runtime.loading.file_versions import file_versions, version_of
