@@ -21,8 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
 from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
@@ -33,6 +32,7 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import (
     normalize_row,
     widen,
 )
+from ropewalk.model_runtime.cpu_kernels.experts.stages import NUM_CHOICES, NUM_EXPERTS, stages
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Destinations,
@@ -42,12 +42,16 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Numbers,
     SequenceArrays,
 )
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying
+from ropewalk.model_runtime.cpu_kernels.simd import pointer_to
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, Multiplying, widened
 from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
 # Codes of operations. Those up to _LAST_OF_ROWS compute each row by itself.
-NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND = range(9)
+NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE = range(
+    12
+)
 _LAST_OF_ROWS = GATHER
+_FIRST_OF_MIXTURES = ROUTE
 
 # Fields of an operation. An operand is a slot, its width and the first column that is read.
 (
@@ -59,23 +63,12 @@ _LAST_OF_ROWS = GATHER
 NUM_FIELDS = 29
 NO_SLOT = -1  # the second operand of ADD and MULTIPLY is then a constant row at ADDRESS
 
-# Factors of an operation: eps of a norm; scaling and soft cap of attention.
+# Factors of an operation: eps of a norm; scaling and soft cap of attention; a gate's of experts.
 EPS = SCALING = 0
 SOFTCAP = 1
 NUM_FACTORS = 2
 
 _BLOCK_ROWS = 16  # rows that pass through all operations between two products; they stay in caches
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer_to(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
-    """Convert an address to a pointer to elements of the array `like`."""
-    kind = types.CPointer(like.dtype)
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(kind))
-
-    return kind(address, like), code
 
 
 @jit()
@@ -220,7 +213,57 @@ PAIRS_ACCESS = Access(attend_in_pairs, _exact_pages, _write_exact)
 
 
 @cache
-def _runner(multiplying: Multiplying, access: Access) -> Any:
+def _mixture(multiply_experts: Any) -> Any:
+    """Compiled: the operations of a mixture, with the experts' product of rows and panels."""
+    enter, leave = stages(multiply_experts)
+    multiply_floats = FLOAT32.multiply
+
+    @jit()
+    def compute(
+        fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
+        like_scale: Floats, thread: int, num_threads: int,
+    ) -> None:  # fmt: skip
+        """Compute a thread's part of an operation; DIM is the number of experts or of columns."""
+        code, first, out = fields_F[CODE], fields_F[FIRST], fields_F[OUT]
+        dim = fields_F[DIM]
+        x_RK = carray(pointer_to(addresses_B[first], like), (num_rows, fields_F[FIRST_WIDTH]))
+        if code == ROUTE:
+            logits_RE = carray(pointer_to(addresses_B[out], like_scale), (num_rows, dim))
+            packed_Q = carray(pointer_to(fields_F[ADDRESS], like_scale), fields_F[LENGTH])
+            bias_E = carray(pointer_to(fields_F[OTHER_ADDRESS], like_scale), fields_F[OTHER_LENGTH])
+            num_panels = (dim + PANEL - 1) // PANEL
+            multiply_floats(
+                widened(x_RK), packed_Q, bias_E, logits_RE, fields_F[LAYOUT], fields_F[CHAIN],
+                num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads,
+            )  # fmt: skip
+            return
+        matrix_F = carray(pointer_to(fields_F[ADDRESS], fields_F), fields_F[LENGTH])
+        logits_shape = (num_rows, matrix_F[NUM_EXPERTS])
+        logits_RE = carray(pointer_to(addresses_B[fields_F[SECOND]], like_scale), logits_shape)
+        between_shape = (num_rows * matrix_F[NUM_CHOICES], dim)
+        if code == ENTER:
+            between_SI = carray(pointer_to(addresses_B[out], like_scale), between_shape)
+            enter(
+                matrix_F, factors_X, x_RK, logits_RE, between_SI, like_scale, thread, num_threads
+            )  # fmt: skip
+        else:
+            between_SI = carray(pointer_to(addresses_B[first], like_scale), between_shape)
+            out_RN = carray(pointer_to(addresses_B[out], like), (num_rows, fields_F[OUT_WIDTH]))
+            leave(matrix_F, between_SI, logits_RE, out_RN, like_scale, thread, num_threads)
+
+    return compute
+
+
+@jit()
+def _no_mixture(
+    fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
+    like_scale: Floats, thread: int, num_threads: int,
+) -> None:  # fmt: skip
+    """Compute nothing, because the program has no mixture."""
+
+
+@cache
+def _runner(multiplying: Multiplying, access: Access, mixture: Any) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
     attend, pages_of, write = access
@@ -272,6 +315,12 @@ def _runner(multiplying: Multiplying, access: Access) -> Any:
             if code <= _LAST_OF_ROWS:
                 run_on_rows(fields_F, factors_X, addresses_B, like, step.like_scale, 0, num_rows)
                 continue
+            if code >= _FIRST_OF_MIXTURES:
+                mixture(
+                    fields_F, factors_X, addresses_B, num_rows, like, step.like_scale,
+                    thread, num_threads,
+                )  # fmt: skip
+                continue
             x_shape = (num_rows, fields_F[FIRST_WIDTH])
             x_RK = carray(pointer_to(addresses_B[fields_F[FIRST]], like), x_shape)
             out_shape = (num_rows, fields_F[OUT_WIDTH])
@@ -296,6 +345,10 @@ def access_to(keys_NKDO: Numbers) -> Access:
     return PAIRS_ACCESS if uses_pairs(keys_NKDO) else EXACT_ACCESS
 
 
-def runner_for(multiplying: Multiplying, access: Access) -> Any:
-    """Return the runner for an access to the cache and a model with one kind of product."""
-    return _runner(multiplying, access)
+def runner_for(multiplying: Multiplying, access: Access, multiply_experts: Any = None) -> Any:
+    """Return the runner for an access to the cache and a model with one kind of product.
+
+    `multiply_experts`: the product of all experts; None if the model has none.
+    """
+    mixture = _no_mixture if multiply_experts is None else _mixture(multiply_experts)
+    return _runner(multiplying, access, mixture)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.layers import packed_linear
-from ropewalk.model_runtime.layers.experts.packed import pack
+from ropewalk.model_runtime.layers.experts.lay_out import pack
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
 from tests.tiny_models import in_dtype, tiny_model
 
