@@ -22,7 +22,7 @@ def _choose(logits_E: Floats, choice_C: Integers, best_C: Floats) -> bool:
     num_choices, has_nan = choice_C.shape[0], False
     for expert in range(logits_E.shape[0]):
         logit = logits_E[expert]
-        has_nan |= logit != logit
+        has_nan |= np.isnan(logit)
         at = min(expert, num_choices)
         if at == num_choices:
             if not logit > best_C[at - 1]:

@@ -95,9 +95,9 @@ def unit_edge(starts: Integers, num_units: int, thread: int, num_threads: int) -
     for place in range(num_active):
         cost = ROWS_PER_READ + starts[place + 1] - starts[place]
         if target < cost * num_units:
-            return place * num_units + target // cost
+            return int(place * num_units + target // cost)
         target -= cost * num_units
-    return num_active * num_units
+    return int(num_active * num_units)
 
 
 @jit()

@@ -8,7 +8,7 @@ its own code (`routing.py`).
 Shapes: R = rows, E = experts, C = choices of a row, K = inputs, N = outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +62,12 @@ class Mixture:
         out = out.view(*x.shape[:-1], -1)
         return (out, torch.from_numpy(weights_RC)) if self.is_pair else out
 
-    def multiply(self, x_RK: Numbers) -> Numbers:
+    def multiply(self, x_RK: Numbers) -> Any:
         """Compute the block, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         return self.experts.multiply(x_RK, *self._routed(x_RK))
 
     def _routed(self, x_RK: Numbers) -> tuple[Any, Any]:
-        logits_RE = self.router.multiply(widened(x_RK))
+        logits_RE: Any = self.router.multiply(widened(x_RK))
         return routed(logits_RE, self.num_choices, is_normalised=self.is_normalised)
 
 
@@ -165,11 +165,12 @@ class _Trial:
     @contextmanager
     def _prescribed(self, weight: Tensor) -> Iterator[None]:
         """Let the router and the experts return what was drawn within the block."""
-        product: Callable[[Tensor], Tensor] = lambda _: self._logits_RE  # noqa: E731
-        self._rules.products[id(weight)] = product
+        products = self._rules.products
+        own = products[id(weight)]
+        products[id(weight)] = lambda _: self._logits_RE
         self._experts.forward = self._run_experts  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self._rules.products[id(weight)]
+            products[id(weight)] = own
             del self._experts.forward

@@ -205,11 +205,11 @@ class _Builder:
 
     def _stage(self, each: Route | Enter | Leave) -> None:
         if isinstance(each, Route):
-            code, operands = kernel.ROUTE, (each.x,)
+            code, operands = kernel.ROUTE, [each.x]
         elif isinstance(each, Enter):
-            code, operands = kernel.ENTER, (each.x, each.logits)
+            code, operands = kernel.ENTER, [each.x, each.logits]
         else:
-            code, operands = kernel.LEAVE, (each.between, each.logits, each.x)
+            code, operands = kernel.LEAVE, [each.between, each.logits, each.x]
         runs = [self._run(operand, is_whole=True) for operand in operands]
         keeps, fields, factors = stage_fields(each)
         self._add(code, each, runs, fields, factors=factors, keeps=keeps)

@@ -1,0 +1,145 @@
+"""Mixtures get a step of one call, with the bits of their own forward, whatever routers choose."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk.model_runtime.attention import cpu_backend
+from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
+from ropewalk.model_runtime.layers.experts.routing import expert_blocks
+from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, restore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from tests.engines import checkpoint_of
+from tests.expert_files import expert_file
+from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
+from tests.sampling import sampled
+from tests.tiny_models import in_dtype, tiny_model
+from tests.tokens import byte_tokenizer
+
+SIZES = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 96}
+
+
+def _nothing(weight_EK: Tensor) -> None:
+    """Change nothing: logits are random."""
+    del weight_EK
+
+
+def _twins(weight_EK: Tensor) -> None:
+    """Let each expert tie with another."""
+    weight_EK[4:] = weight_EK[:4]
+
+
+# What a router's weights are; with zeros, all rows choose the first experts.
+ROUTERS: dict[str, Callable[[Tensor], Any]] = {
+    "random": _nothing,
+    "zeros": torch.Tensor.zero_,
+    "twins": _twins,
+}
+CASES = [
+    (architecture, dtype, router, num_choices, is_few)
+    for is_few in (False, True)
+    for architecture in ("qwen3_moe", "mixtral", "gpt_oss")
+    for dtype in (torch.float32, torch.bfloat16)
+    for router in ("random", "zeros", "twins")
+    for num_choices in (1, 3, 8)
+]
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use so many threads, for a weight of any size."""
+    monkeypatch.setattr(fused_decoder, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_backend, "_SERIAL_WORK", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def mixture(
+    architecture: str, dtype: torch.dtype, router: str, num_choices: int, *, is_few: bool
+) -> Checkpoint:
+    """A checkpoint of a tiny mixture with such routers."""
+    model: Any = tiny_model(architecture, **SIZES, num_experts_per_tok=num_choices)
+    for block, _ in expert_blocks(model):
+        own: Any = getattr(block, "gate", None) or block.router
+        with torch.no_grad():
+            ROUTERS[router](own.weight)
+    model = in_dtype(model, dtype)
+    if is_few:
+        quantise_model(model, byte_tokenizer())
+        assert any(isinstance(each, LowBitExperts) for each in model.modules())
+    return checkpoint_of(model)
+
+
+def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, several sequences and few rows have equal logits; some steps are one call."""
+    forward = forward_of(checkpoint)
+    assert isinstance(forward, DecoderLayers)
+    calls, original = [], DecoderLayers._all_at_once
+
+    def counted(*arguments: Any, with_head: bool) -> Any:
+        calls.append(with_head)
+        return original(*arguments, with_head=with_head)
+
+    monkeypatch.setattr(DecoderLayers, "_all_at_once", counted)
+    fused = answers(checkpoint)
+    assert forward.multiplying is None or len(calls) == 2
+    restore(checkpoint.model)
+    for got_RV, expected_RV in zip(fused, answers(checkpoint), strict=True):
+        assert torch.equal(got_RV, expected_RV)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "router", "num_choices", "is_few"),
+    sampled(CASES, fixed=[case for case in CASES if case[2:4] == ("random", 3)][::3], drawn=4),
+    ids=str,
+)
+def test_bits_are_those_of_the_own_forward(
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    dtype: torch.dtype,
+    router: str,
+    num_choices: int,
+    is_few: bool,  # noqa: FBT001  # a case of the matrix
+) -> None:
+    """All rows to one expert, ties, a router of zeros, every expert; floats and few bits."""
+    checkpoint = mixture(architecture, dtype, router, num_choices, is_few=is_few)
+    assert_same_bits(checkpoint, monkeypatch)
+
+
+# The types of gate, up and down; half of the downs of Q4_K_M have six bits.
+FILES = sampled(
+    [
+        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
+        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
+        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
+        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
+    ],
+    fixed=1,
+)
+
+
+@pytest.mark.parametrize(("case", "types"), FILES, ids=str)
+def test_experts_in_the_bits_of_a_file_are_one_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, types: tuple[str, str, str]
+) -> None:
+    """Types differ between the matrices of a layer, and attention has floats."""
+    path = expert_file(tmp_path / "m.gguf", types, case=case, width=256)
+    assert_same_bits(load_checkpoint(path, device="cpu"), monkeypatch)
+
+
+def test_experts_of_two_kinds_keep_the_models_own_forward() -> None:
+    """The one call has one product of experts, and the reason is logged."""
+    model: Any = tiny_model("mixtral", **SIZES)
+    floats = model.model.layers[1].mlp.experts
+    quantise_model(model, byte_tokenizer())
+    model.model.layers[1].mlp.experts = floats
+    assert forward_of(checkpoint_of(model)) is None
