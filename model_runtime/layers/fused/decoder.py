@@ -120,14 +120,14 @@ class DecoderLayers:
             for place, each in enumerate(self._instructions)
             if isinstance(each.source, Attend)
         ]
-        self._num_bytes = 0  # of weights that the kernel reads
+        self.read_bytes = 0  # of weights that a step of one row reads
         self._trials: dict[Way, PackedProduct] = {}  # one of the kernel's products for each way
         self._has_head = False  # whether the kernel multiplies by the head, too
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
         sources = [each.source for each in self._instructions]
         self._experts_product = experts_product(sources)
         self._note_products()
-        self._num_bytes += sum(
+        self.read_bytes += sum(
             active_bytes(each.mixture) for each in sources if isinstance(each, Leave)
         )
         self._private, self._shared = (
@@ -300,7 +300,7 @@ class DecoderLayers:
     def _num_threads(self, backend: CpuAttention) -> int:
         """Return the number of threads that the size of all weights, or attention, is worth."""
         most = min(torch.get_num_threads(), MOST_THREADS)
-        by_weights = max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
+        by_weights = max(1, min(most, self.read_bytes // _BYTES_PER_THREAD))
         _, each = self._attentions[0]
         plan = self._plans[each.layer]
         shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)
@@ -349,7 +349,7 @@ class DecoderLayers:
                 continue
             fields_F = self._program.fields_OF[place]
             self._trials[product.way] = product
-            self._num_bytes += skinny.num_bytes
+            self.read_bytes += skinny.num_bytes
             fields_F[kernel.ADDRESS] = skinny.packed_Q.ctypes.data
             fields_F[kernel.LENGTH] = skinny.packed_Q.size
             fields_F[kernel.OTHER_ADDRESS] = skinny.bias_N.ctypes.data

@@ -98,21 +98,16 @@ def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "router", "num_choices", "is_few"),
+    "case",
     sampled(CASES, fixed=[case for case in CASES if case[2:4] == ("random", 3)][::3], drawn=4),
     ids=str,
 )
 def test_bits_are_those_of_the_own_forward(
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    dtype: torch.dtype,
-    router: str,
-    num_choices: int,
-    is_few: bool,  # noqa: FBT001  # a case of the matrix
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, torch.dtype, str, int, bool]
 ) -> None:
     """All rows to one expert, ties, a router of zeros, every expert; floats and few bits."""
-    checkpoint = mixture(architecture, dtype, router, num_choices, is_few=is_few)
-    assert_same_bits(checkpoint, monkeypatch)
+    *others, is_few = case
+    assert_same_bits(mixture(*others, is_few=is_few), monkeypatch)
 
 
 # The types of gate, up and down; half of the downs of Q4_K_M have six bits.
