@@ -263,7 +263,7 @@ def _no_mixture(
 
 
 @cache
-def _runner(multiplying: Multiplying, access: Access, mixture: Any) -> Any:
+def _runner(multiplying: Multiplying, access: Access, mixture: Any = _no_mixture) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
     attend, pages_of, write = access
@@ -350,5 +350,6 @@ def runner_for(multiplying: Multiplying, access: Access, multiply_experts: Any =
 
     `multiply_experts`: the product of all experts; None if the model has none.
     """
-    mixture = _no_mixture if multiply_experts is None else _mixture(multiply_experts)
-    return _runner(multiplying, access, mixture)
+    if multiply_experts is None:
+        return _runner(multiplying, access)
+    return _runner(multiplying, access, _mixture(multiply_experts))
