@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks
 from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, restore
+from ropewalk.model_runtime.layers.fused.mixtures import experts_product
+from ropewalk.model_runtime.layers.fused.operations import Leave, UntraceableError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from tests.engines import checkpoint_of
@@ -133,10 +136,16 @@ def test_experts_in_the_bits_of_a_file_are_one_call(
     assert_same_bits(load_checkpoint(path, device="cpu"), monkeypatch)
 
 
-def test_experts_of_two_kinds_keep_the_models_own_forward() -> None:
-    """The one call has one product of experts, and the reason is logged."""
-    model: Any = tiny_model("mixtral", **SIZES)
-    floats = model.model.layers[1].mlp.experts
-    quantise_model(model, byte_tokenizer())
-    model.model.layers[1].mlp.experts = floats
-    assert forward_of(checkpoint_of(model)) is None
+def test_experts_of_two_kinds_have_no_one_call() -> None:
+    """The one call has one product of experts, and the reason names both kinds."""
+
+    def leave(*products: str) -> Leave:
+        experts = SimpleNamespace(panels=[SimpleNamespace(product=each) for each in products])
+        mixture: Any = SimpleNamespace(experts=experts)
+        nothing: Any = None
+        return Leave(nothing, nothing, nothing, nothing, mixture)
+
+    assert experts_product([None]) is None
+    assert experts_product([leave("few", "few"), None, leave("few", "few")]) == "few"
+    with pytest.raises(UntraceableError, match="experts of floats and of few bits"):
+        experts_product([leave("few", "few"), leave("few", "floats")])
