@@ -76,8 +76,8 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     draw = np.random.default_rng(layer)
     router = 2.0 * draw.standard_normal((shape.experts, hidden), np.float32) / hidden**0.5
     writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
-    for name, size in (("attn", hidden), ("ffn", hidden), ("attn_q", 64), ("attn_k", 64)):
-        writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(size, np.float32))
+    for name, dim in (("attn", hidden), ("ffn", hidden), ("attn_q", 64), ("attn_k", 64)):
+        writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
 
 
 def _vocabulary(size: int) -> dict[str, list[Any]]:

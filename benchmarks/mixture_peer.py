@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import llama_cpp as api
+import llama_cpp as api  # type: ignore[import-not-found]  # of another environment
 
 _CONTEXT, _PROMPT, _ROUNDS = 128, 512, 30
 

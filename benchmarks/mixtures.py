@@ -45,14 +45,12 @@ class _Steps:
     def __init__(self, path: Path) -> None:
         loaded = load_checkpoint(path)
         self.model: Any = loaded.model
-        self.fused = vars(self.model).get("forward")
-        if not isinstance(self.fused, DecoderLayers):
+        fused = vars(self.model).get("forward")
+        if not isinstance(fused, DecoderLayers):
             raise click.ClickException(f"{path.name} keeps its own forward")
-        self.blocks = [
-            (block, block.forward)
-            for block in self.model.modules()
-            if isinstance(vars(block).get("forward"), Mixture)
-        ]
+        self.fused = fused
+        forwards = ((block, vars(block).get("forward")) for block in self.model.modules())
+        self.blocks = [(block, each) for block, each in forwards if isinstance(each, Mixture)]
         tokens = 9 * _PAGES * _PAGE
         config = EngineConfig(kv_cache_tokens=tokens, max_model_len=1024, page_size=_PAGE)
         self.runner = build_runner(loaded, config)
