@@ -48,6 +48,15 @@ def pack(model: nn.Module, dtype: torch.dtype) -> None:
         if len(names) == 1:
             mixture = mixture_of(block, getattr(block, names[0]), rules, dtype)
             block.forward = block.forward if mixture is None else mixture
+    _spare_router_logits(model)
+
+
+def _spare_router_logits(model: nn.Module) -> None:
+    """Ask for no loss of the routers, which hooks of them collect and serving does not use."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False  # type: ignore[union-attr]
 
 
 def _low_bit_kernels(experts: Sequence[LowBitExperts], dtype: torch.dtype) -> "LowBits":

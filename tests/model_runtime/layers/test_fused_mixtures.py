@@ -136,6 +136,14 @@ def test_experts_in_the_bits_of_a_file_are_one_call(
     assert_same_bits(load_checkpoint(path, device="cpu"), monkeypatch)
 
 
+def test_a_config_that_asks_for_the_logits_of_routers_is_served() -> None:
+    """Checkpoints of a training have it; their loss needs calls of the routers."""
+    checkpoint = checkpoint_of(tiny_model("mixtral", **SIZES, output_router_logits=True))
+    assert isinstance(forward_of(checkpoint), DecoderLayers)
+    restore(checkpoint.model)
+    assert len(answers(checkpoint)) > 1
+
+
 def test_experts_of_two_kinds_have_no_one_call() -> None:
     """The one call has one product of experts, and the reason names both kinds."""
 
