@@ -93,8 +93,10 @@ def mixture_of(
     for is_normalised in (True, False):
         found = routed(logits_RE, choice_RC.shape[1], is_normalised=is_normalised)
         if _is_same(choice_RC, weights_RC, *map(torch.from_numpy, found)):
-            panels = own_panels(weight.detach().float(), bias)
-            router = RowProducts(panels, weight.shape[1], FLOAT32)
+            router = rules.products[id(weight)]
+            if bias is not None or not isinstance(router, RowProducts):
+                panels = own_panels(weight.detach().float(), bias)
+                router = RowProducts(panels, weight.shape[1], FLOAT32)
             return Mixture(
                 block.forward, experts, experts.gate, router, choice_RC.shape[1],
                 is_normalised, is_pair,
