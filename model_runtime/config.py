@@ -1,6 +1,6 @@
 """The engine's limits, fixed at start."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 DEFAULT_DRAFT_TOKENS = 15
@@ -30,11 +30,20 @@ class EngineConfig:
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
     kv_disk: Path | None = None  # folder of pages that outlive the process; None: there is none
     kv_disk_gib: float | None = None  # its size, if there is one
+    # Address of a store of such pages, in place of a folder; it may hold a password.
+    kv_store: str | None = field(default=None, repr=False)
 
     @property
     def num_pages(self) -> int:
         """Whole pages that the cache holds."""
         return self.kv_cache_tokens // self.page_size
+
+    @property
+    def tier_setting(self) -> str | None:
+        """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+        if self.kv_store is not None:
+            return "kv_store"
+        return None if self.kv_disk is None else "kv_disk"
 
     @property
     def seals_pages(self) -> bool:
