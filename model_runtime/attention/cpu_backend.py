@@ -6,8 +6,9 @@ W = work items.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -97,7 +98,14 @@ class CpuAttention:
     can_capture: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
+        self._batch = batch
         self._places_S = batch.places_S
+        self.take_pages(batch)
+        self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
+        self._ranges: dict[int, RangedSequences | None] = {}  # by the tables' identity
+
+    def take_pages(self, batch: Batch) -> None:
+        """Prepare the pages of the batch, as the kernels take them."""
         self.destinations = Destinations(batch.page_T.numpy(), batch.offset_T.numpy())
         self.sequences = SequenceArrays(
             page_table_SN=batch.page_table_SN.numpy(),
@@ -106,8 +114,20 @@ class CpuAttention:
             table_id_S=batch.table_id_S.numpy(),
         )
         self._plain_sequences = tuple(self.sequences)  # as the kernel takes them
-        self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
-        self._ranges: dict[int, RangedSequences | None] = {}  # by the tables' identity
+
+    def of_group(self, batch: Batch) -> Self:
+        """Return this backend over another group's pages of the same step."""
+        other = copy(self)
+        other.take_pages(batch)
+        return other
+
+    @property
+    def pages_of_groups(self) -> tuple[NDArray[np.int32], Ints]:
+        """Return the page tables of all groups [G, S, N], and each token's pages [G, T]."""
+        batch = self._batch
+        if batch.page_table_GSN is None or not isinstance(batch.page_GT, Tensor):
+            return self.sequences.page_table_SN[None], self.destinations.page_T[None]
+        return batch.page_table_GSN.numpy(), batch.page_GT.numpy()
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor

@@ -17,6 +17,7 @@ from ropewalk.model_runtime.loading.load_progress import faults_of
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     check_layers,
+    check_windows,
     new_store,
     sealed_store,
 )
@@ -55,6 +56,13 @@ def _built(
     if config.seals_pages and (config.kv_disk is not None or make is not ModelRunner):
         raise ModelError(
             f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process without kv_disk"
+        )
+    if config.page_groups is not None and (
+        config.seals_pages or config.kv_disk is not None or checkpoint.states
+    ):
+        raise ModelError(
+            "page_groups are for a cache of kv_cache_dtype auto without kv_disk, and for models "
+            "without states"
         )
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
@@ -121,6 +129,7 @@ def build_runner(
     page_size = config.page_size
     profiles = tuple(profiles)
     check_layers(profiles, checkpoint.plans)
+    check_windows(config.page_groups, checkpoint.plans)
     config = _slotted(checkpoint, config)
     try:
         # One extra page for the padding of a captured step.
@@ -129,7 +138,7 @@ def build_runner(
         store = (
             sealed_store(checkpoint.plans, config, *on)
             if config.seals_pages
-            else new_store(checkpoint.plans, num_pages, page_size, *on)
+            else new_store(checkpoint.plans, num_pages, page_size, *on, groups=config.page_groups)
         )
         states = (
             StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None
@@ -154,7 +163,7 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     may hold.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
-    pages = [page] * -(-num_tokens // config.page_size)
+    pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
     table_id = runner.table_id(profile)
     parts, one = ((StatePart(each, None, 0),) for each in (num_tokens, 1))
     prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens), parts)

@@ -50,6 +50,7 @@ def describe(plan: ServingPlan) -> list[str]:
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_bytes - plan.state_bytes - plan.open_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    lines += _window_lines(plan)
     lines += _format_lines(plan)
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
@@ -64,6 +65,22 @@ def describe(plan: ServingPlan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
     return lines
+
+
+def _window_lines(plan: ServingPlan) -> list[str]:
+    """Return the line about layers with a window; none if no layer has one that matters."""
+    groups, config = plan.config.page_groups, plan.config
+    if groups is None:
+        if plan.why_whole is None:
+            return []
+        return [f"    windows        not held, all layers keep all tokens: {plan.why_whole}"]
+    longest = min(config.max_model_len, config.longest_context)
+    size = config.num_held_pages(longest) * plan.page_bytes
+    return [
+        f"    windows        {groups.text()}; {plan.token_bytes} bytes a token, "
+        f"{groups.beyond(plan.token_bytes)} beyond the windows; a context of {longest} tokens "
+        f"takes {size_text(size)}"
+    ]
 
 
 def _format_lines(plan: ServingPlan) -> list[str]:

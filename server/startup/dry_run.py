@@ -156,6 +156,8 @@ def _plan(
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),
         open_bytes=open_bytes(*form),
+        windows=outline.windows(),
+        shapes=outline.layers(),
     )
     return plan_serving(settings, facts)
 

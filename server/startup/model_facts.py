@@ -31,6 +31,7 @@ def facts_of(
     num_token_bytes = token_bytes(*form) * num_ranks
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)
+    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
     if checkpoint.device.type != "cuda":
         memory = machine_memory()
         return ModelFacts(
@@ -41,6 +42,8 @@ def facts_of(
             memory=memory,
             slot_bytes=bytes_per_state(checkpoint.states),
             open_bytes=open_bytes(*form),
+            windows=windows,
+            shapes=checkpoint.plans,
         )
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
@@ -49,5 +52,11 @@ def facts_of(
 
     # Every rank has a GPU of its own.
     return ModelFacts(
-        checkpoint.native, num_token_bytes, affordable * num_ranks, measure, num_ranks
+        checkpoint.native,
+        num_token_bytes,
+        affordable * num_ranks,
+        measure,
+        num_ranks,
+        windows=windows,
+        shapes=checkpoint.plans,
     )

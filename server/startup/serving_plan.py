@@ -5,7 +5,7 @@ Planning needs no weights.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
@@ -42,6 +43,8 @@ class ModelFacts:
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    windows: Mapping[int, int | None] = field(default_factory=dict)  # keys that each layer reads
+    shapes: Mapping[int, Shape] = field(default_factory=dict)  # of each layer's keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class ServingPlan:
     num_ranks: int = 1
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_page_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    why_whole: str | None = None  # why layers with windows keep all tokens; None: they do not
 
     @property
     def rank_cache_bytes(self) -> int:
@@ -64,11 +68,16 @@ class ServingPlan:
     @property
     def capacity(self) -> int:
         """Return the number of tokens that the cache holds in whole pages."""
-        return self.config.num_pages * self.config.page_size
+        return self.config.capacity
 
     @property
     def cache_bytes(self) -> int:
         return self.capacity * self.token_bytes + self.state_bytes + self.open_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the size of a page of one group of layers in bytes, on all ranks."""
+        return self.token_bytes * self.config.page_size // self.config.num_groups
 
     @property
     def open_bytes(self) -> int:
@@ -128,12 +137,14 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
         )
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
-    deployments = within_cache(settings, deployments, config.num_pages * config.page_size)
+    deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes, facts.open_bytes
-    return ServingPlan(deployments, config, bounds, *sizes)
+    token_bytes = _token_bytes(facts, config)
+    sizes = token_bytes, memory, facts.num_ranks, facts.slot_bytes, facts.open_bytes
+    _, reason = _groups(settings, facts, deployments)
+    return ServingPlan(deployments, config, bounds, *sizes, reason)
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
@@ -149,17 +160,43 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
         )
 
 
+def _groups(
+    settings: ServeSettings, facts: ModelFacts, deployments: Iterable[Deployment]
+) -> tuple[PageGroups | None, str | None]:
+    """Return the groups of layers that share pages, or why windows are not held.
+
+    None, None: no layer has a window below the longest context.
+    """
+    found = group_layers(facts.windows, facts.shapes, max(each.max_len for each in deployments))
+    if found == (None, None):
+        return found
+    if settings.kv_cache_dtype != EXACT:
+        return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
+    if settings.kv_disk is not None:
+        return None, "pages on disk hold all layers (kv_disk)"
+    if facts.slot_bytes:
+        return None, "its other layers keep states"
+    return found
+
+
+def _token_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+    """Return the bytes of a token in all layers, with places in pages that no layer has."""
+    groups = config.page_groups
+    return facts.token_bytes if groups is None else groups.padded(facts.token_bytes)
+
+
 def within_cache(
-    settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    """Return the deployments with requests no longer than a cache of `capacity` tokens.
+    """Return the deployments with requests no longer than the cache of this config holds.
 
     Raises SettingsError if a max_model_len of the settings is larger.
     """
-    fitting = _fitting(settings, deployments, capacity)
+    fitting = _fitting(settings, deployments, config)
     problems = [
         f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
-        f"({capacity} tokens), got {stated.max_model_len}{_needed(settings, deployment)}"
+        f"({config.longest_context} tokens), got {stated.max_model_len}"
+        f"{_needed(settings, deployment, config)}"
         for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
         if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
     ]
@@ -169,10 +206,10 @@ def within_cache(
 
 
 def _fitting(
-    settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    step = _step_tokens(settings)
-    return tuple(each.within_cache(capacity, step) for each in deployments)
+    sizes = config.longest_context, _step_tokens(settings), config.room_beside_windows
+    return tuple(each.within_cache(*sizes) for each in deployments)
 
 
 def _step_tokens(settings: ServeSettings) -> int:
@@ -180,15 +217,19 @@ def _step_tokens(settings: ServeSettings) -> int:
     return settings.max_num_batched_tokens + 4 * settings.page_size
 
 
-def _needed(settings: ServeSettings, deployment: Deployment) -> str:
+def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfig) -> str:
     """Return a clause with the cache that any length needs; empty if requests keep all pages."""
     kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
     if kept is None or method is None:
         return ""
+    beside = ""
+    if config.page_groups is not None:
+        num_pages = config.page_groups.window_pages(config.page_size, config.max_num_batched_tokens)
+        beside = f", beside {num_pages} pages of the layers with a window"
     return (
         f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
         f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
-        "four pages"
+        f"four pages{beside}"
     )
 
 
@@ -278,15 +319,17 @@ def _prefix(settings: ServeSettings, name: str) -> str:
 def _config(
     settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
 ) -> tuple[EngineConfig, MemoryProfile | None]:
-    alike = {field.name for field in fields(EngineConfig)} & set(ServeSettings.model_fields)
+    alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
     stated |= {
         "kv_cache_tokens": settings.kv_cache_tokens or 0,
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
         "step_target_s": settings.step_target_seconds or None,
+        "page_groups": _groups(settings, facts, deployments)[0],
     }
     config = EngineConfig(**stated)
+    token_bytes = _token_bytes(facts, config)
     memory = None
     size_gib = settings.kv_cache_gib
     config, slots_bytes = with_slots(
@@ -297,13 +340,12 @@ def _config(
     if settings.kv_cache_tokens is None:
         if settings.kv_cache_gib is None and facts.measure is not None:
             memory = facts.measure(config, profiles_of(deployments))
-            rank_bytes = facts.token_bytes // facts.num_ranks
+            rank_bytes = token_bytes // facts.num_ranks
             affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
         pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
-        config = sized(config, facts.token_bytes, affordable, pages_gib)
-    capacity = config.num_pages * config.page_size
-    _refuse_shortage(settings, facts, capacity * facts.token_bytes + beside_bytes)
-    if capacity == 0:
+        config = sized(config, token_bytes, affordable, pages_gib)
+    _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
+    if config.capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
         size = getattr(settings, given)
         raise SettingsError(
@@ -312,7 +354,7 @@ def _config(
             + _beside(config, facts.open_bytes)
             + ("" if size is None else f", got {size:g}")
         )
-    longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
+    longest = max(each.max_len for each in _fitting(settings, deployments, config))
     return replace(config, max_model_len=longest), memory
 
 

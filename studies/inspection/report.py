@@ -61,6 +61,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
         options.memory_gib,
         low_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
+        max_chunk=None if settings.kv_disk else settings.max_num_batched_tokens,
     )
     heads = None
     if options.heads is not None:
@@ -120,6 +121,11 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
         f"cache            {costs.kv_bytes_per_token} bytes a token: {shapes} in "
         f"{dtype if costs.kv_format == EXACT else costs.kv_format}",
     ]
+    if costs.kv_windows is not None:
+        lines.append(
+            f"windows          {costs.kv_windows}: {costs.kv_bytes_beyond_windows} bytes a token "
+            "beyond the windows"
+        )
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:
         lines.append(f"not scaled       layers of type {', '.join(others)} keep their own table")
