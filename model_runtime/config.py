@@ -78,7 +78,7 @@ class EngineConfig:
     @property
     def seals_pages(self) -> bool:
         """Return whether full pages are held in few bits (docs/kv-cache.md)."""
-        return self.kv_cache_dtype != "auto"
+        return self.kv_cache_dtype not in ("auto", "bfloat16")
 
     @property
     def max_decode_rows(self) -> int:

@@ -249,3 +249,30 @@ class CpuAttention:
                 np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
             ]
         return self._shares[shape]
+
+
+class RoundedCpuAttention(CpuAttention):
+    """One step's reads and writes of a cache in bfloat16 under a model in float32.
+
+    Keys and values are rounded when they are written. Queries stay float32, so nothing is
+    multiplied in pairs of bfloat16.
+    """
+
+    def access(self, pages: Any) -> Any:  # noqa: ARG002
+        """Return how a one-call step reads and writes these pages."""
+        from ropewalk.model_runtime.cpu_kernels.fused_decode import (  # noqa: PLC0415
+            ROUNDED_ACCESS,
+        )
+
+        return ROUNDED_ACCESS
+
+    def _kernel(self, pages: Any) -> tuple[Any, tuple[Any, ...], int, int, int]:
+        _, *others = super()._kernel(pages)
+        return attend, *others
+
+    def _ranges_kernel(self, ranged: RangedSequences, pages: Any) -> Any:  # noqa: ARG002
+        from ropewalk.model_runtime.cpu_kernels.attention_ranges import (  # noqa: PLC0415
+            attend_ranges,
+        )
+
+        return attend_ranges

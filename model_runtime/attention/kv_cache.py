@@ -23,6 +23,7 @@ class KVCache:
 
     `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
     dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
+    `own_backend`: the attention backend, if it is not that of the device.
     `groups`: layers that share tensors, with other pages for each group; None: no two share any.
     """
 
@@ -38,9 +39,12 @@ class KVCache:
         *,
         row_keys: bool,
         groups: PageGroups | None = None,
+        own_backend: Any = None,
     ) -> None:
+        self._own_backend = own_backend
         self.row_keys = row_keys
         self.page_size = page_size
+        self.dtype = dtype
         self.groups = groups
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
         places = {} if groups is None else groups.places()
@@ -76,7 +80,7 @@ class KVCache:
 
     def own_backend(self) -> Any:
         """Return the attention backend that alone knows these pages; None: that of the device."""
-        return None
+        return self._own_backend
 
     def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:  # noqa: ARG002
         """Return the batch of the spans with what else a write to this cache needs."""

@@ -36,8 +36,8 @@ class TorchAttention:
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
         page_T, offset_T = self._batch.page_T, self._batch.offset_T
-        keys_NKDO[page_T, :, :, offset_T] = key_TKD
-        values_NKOV[page_T, :, offset_T] = value_TKV
+        keys_NKDO[page_T, :, :, offset_T] = key_TKD.to(keys_NKDO.dtype)
+        values_NKOV[page_T, :, offset_T] = value_TKV.to(values_NKOV.dtype)
 
     def read(self, read: LayerRead) -> Tensor:
         """Return the attention of one layer, float32 [T, H, V] over all sequences' tokens."""

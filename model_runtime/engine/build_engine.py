@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, ROUNDED
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
@@ -19,6 +21,7 @@ from ropewalk.model_runtime.runner.backends import (
     check_layers,
     check_windows,
     new_store,
+    rounded_store,
     sealed_store,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
@@ -57,11 +60,13 @@ def _built(
         raise ModelError(
             f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process without kv_disk"
         )
+    if config.kv_cache_dtype == ROUNDED and make is not ModelRunner:
+        raise ModelError(f"kv_cache_dtype {ROUNDED} is for a model in one process")
     if config.page_groups is not None and (
         config.seals_pages or config.kv_disk is not None or checkpoint.states
     ):
         raise ModelError(
-            "page_groups are for a cache of kv_cache_dtype auto without kv_disk, and for models "
+            "page_groups are for a cache that seals no pages, without kv_disk, and for models "
             "without states"
         )
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
@@ -71,8 +76,8 @@ def _built(
     # Nothing is cached yet, so any page will do.
     page = config.num_pages if is_captured else 0
     for profile in first_of_each_kind(profiles):
-        # On a CPU, a load compiles the plain kernels. Ranges of keys and sealed pages have others.
-        is_rare = profile.positions is not None or config.seals_pages
+        # On a CPU, a load compiles the plain kernels. Ranges of keys and other caches have others.
+        is_rare = profile.positions is not None or config.kv_cache_dtype != EXACT
         if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config)
     if is_captured:
@@ -135,11 +140,13 @@ def build_runner(
         # One extra page for the padding of a captured step.
         num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
         on = checkpoint.dtype, checkpoint.device
-        store = (
-            sealed_store(checkpoint.plans, config, *on)
-            if config.seals_pages
-            else new_store(checkpoint.plans, num_pages, page_size, *on, groups=config.page_groups)
-        )
+        if config.seals_pages:
+            store: KVCache = sealed_store(checkpoint.plans, config, *on)
+        elif config.kv_cache_dtype == ROUNDED:
+            store = rounded_store(checkpoint.plans, config, *on)
+        else:
+            groups = config.page_groups
+            store = new_store(checkpoint.plans, num_pages, page_size, *on, groups=groups)
         states = (
             StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None
         )
@@ -171,9 +178,9 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         runner.run(spans)
-    if config.seals_pages:
-        # A step within one page can be one compiled call, and one across pages is a call per layer.
-        runner.run([decode])
+    if config.kv_cache_dtype != EXACT:
+        runner.run([decode])  # a step within one page can be one compiled call
+    if config.seals_pages:  # and one across pages is a call for each layer
         first = min(config.page_size - 1, config.max_model_len - num_tokens)
         runner.run([prompt._replace(first_position=first, pages=[page, page])])
 

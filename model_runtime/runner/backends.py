@@ -11,7 +11,7 @@ import torch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, check_format
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, ROUNDED, check_format
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
@@ -91,6 +91,40 @@ def new_store(
     """Return an empty cache in the layout of the device's backend; `groups`: of its layers."""
     row_keys = backend_for(device).row_keys
     return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys, groups=groups)
+
+
+def rounded_store(
+    layers: Mapping[int, LayerShape],
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Return an empty cache in bfloat16. Raises ModelError.
+
+    If the model is in bfloat16, then it is the cache of `new_store`.
+    """
+    if device.type != "cpu":
+        raise ModelError(
+            f"kv_cache_dtype {ROUNDED} needs the model on a CPU, and it is on {device}"
+        )
+    check_format(ROUNDED, layers, dtype)
+    own_backend = None
+    if dtype != torch.bfloat16 and has_cpu_kernels(device):
+        from ropewalk.model_runtime.attention.cpu_backend import (  # noqa: PLC0415
+            RoundedCpuAttention,
+        )
+
+        own_backend = RoundedCpuAttention
+    return KVCache(
+        layers,
+        config.num_pages,
+        config.page_size,
+        torch.bfloat16,
+        device,
+        row_keys=backend_for(device).row_keys,
+        groups=config.page_groups,
+        own_backend=own_backend,
+    )
 
 
 def sealed_store(

@@ -144,7 +144,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
     yield from _disk_contradictions(settings)
-    yield from _format_contradictions(settings)
+    yield from format_contradictions(settings)
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
@@ -187,12 +187,13 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
         )
 
 
-def _format_contradictions(settings: ServeSettings) -> Iterator[str]:
-    """Yield a sentence for each contradiction with a cache in few bits."""
+def format_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction with a cache in other numbers."""
     name = settings.kv_cache_dtype
     if name == "auto":
         return
-    if settings.page_size % PAGE_UNIT:
+    is_sealed = name != "bfloat16"
+    if is_sealed and settings.page_size % PAGE_UNIT:
         yield (
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
             f"{settings.page_size}"
@@ -202,8 +203,11 @@ def _format_contradictions(settings: ServeSettings) -> Iterator[str]:
             f"kv_cache_dtype {name} is for a model in one process: tensor_parallel_size must be 1, "
             f"got {settings.tensor_parallel_size}"
         )
-    if settings.kv_disk is not None:
-        yield (f"kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto, got {name}")
+    if is_sealed and settings.kv_disk is not None:
+        yield (
+            "kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto or bfloat16, got "
+            f"{name}"
+        )
 
 
 def _key_contradictions(settings: ServeSettings) -> Iterator[str]:

@@ -5,7 +5,12 @@ On a GPU they include a function that measures the memory of a step.
 
 from collections.abc import Callable, Sequence
 
-from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    open_bytes,
+    rounds,
+    stage_page_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import machine_memory
@@ -42,6 +47,8 @@ def facts_of(
             memory=memory,
             slot_bytes=bytes_per_state(checkpoint.states),
             open_bytes=open_bytes(*form),
+            stage_page_bytes=stage_page_bytes(*form),
+            rounds=rounds(checkpoint.dtype, settings.kv_cache_dtype),
             windows=windows,
             shapes=checkpoint.plans,
         )

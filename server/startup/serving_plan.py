@@ -3,14 +3,13 @@
 Planning needs no weights.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, most_staged
 from ropewalk.model_runtime.config import EngineConfig, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
@@ -19,11 +18,10 @@ from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
 from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
-from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
-from ropewalk.server.settings.load import ServeSettings, SettingsError, chat_template_text
+from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.settings.sections import DeploymentSettings
+from ropewalk.server.startup.context_buckets import default_context_buckets
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
@@ -43,6 +41,8 @@ class ModelFacts:
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
     windows: Mapping[int, int | None] = field(default_factory=dict)  # keys that each layer reads
     shapes: Mapping[int, Shape] = field(default_factory=dict)  # of each layer's keys and values
 
@@ -59,6 +59,8 @@ class ServingPlan:
     num_ranks: int = 1
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_page_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
     why_whole: str | None = None  # why layers with windows keep all tokens; None: they do not
 
     @property
@@ -72,7 +74,7 @@ class ServingPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.capacity * self.token_bytes + self.state_bytes + self.open_bytes
+        return self.capacity * self.token_bytes + self.state_bytes + self.exact_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -83,6 +85,16 @@ class ServingPlan:
     def open_bytes(self) -> int:
         """Return the size of the open pages of all sequences in bytes."""
         return self.config.max_num_seqs * self.open_page_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the size of the most pages that a step stages in bytes."""
+        return _stage_bytes(self.config, self.stage_page_bytes)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Return the size of all exact pages beside sealed ones in bytes."""
+        return self.open_bytes + self.stage_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -141,10 +153,11 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    token_bytes = _token_bytes(facts, config)
-    sizes = token_bytes, memory, facts.num_ranks, facts.slot_bytes, facts.open_bytes
-    _, reason = _groups(settings, facts, deployments)
-    return ServingPlan(deployments, config, bounds, *sizes, reason)
+    held = facts.slot_bytes, facts.open_bytes, facts.stage_page_bytes, facts.rounds
+    sizes = _token_bytes(facts, config), memory, facts.num_ranks, *held
+    return ServingPlan(
+        deployments, config, bounds, *sizes, _groups(settings, facts, deployments)[1]
+    )
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
@@ -170,7 +183,7 @@ def _groups(
     found = group_layers(facts.windows, facts.shapes, max(each.max_len for each in deployments))
     if found == (None, None):
         return found
-    if settings.kv_cache_dtype != EXACT:
+    if settings.kv_cache_dtype in FORMATS:
         return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
     if settings.kv_disk is not None:
         return None, "pages on disk hold all layers (kv_disk)"
@@ -256,25 +269,6 @@ def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
         yield from tiers
 
 
-def chat_template_of(
-    settings: ServeSettings,
-    own: Callable[[], str | None],
-    special_tokens: Mapping[str, str] | None = None,
-) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's `own`.
-
-    Raises ModelError or SettingsError.
-    """
-    for name in settings.allowed_chat_template_kwargs:
-        if name in RESERVED:
-            raise SettingsError(
-                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
-            )
-    stated = chat_template_text(settings)
-    text = own() if stated is None else stated
-    return ChatTemplate(text, special_tokens, settings.chat_template_seconds)
-
-
 def memory_text(memory: MemoryProfile) -> str:
     """Describe the memory that is used beside the cache."""
     return (
@@ -335,7 +329,8 @@ def _config(
     config, slots_bytes = with_slots(
         config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
     )
-    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes
+    stage_bytes = _stage_bytes(config, facts.stage_page_bytes)
+    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes + stage_bytes
     affordable = max(0, facts.affordable_bytes - beside_bytes)
     if settings.kv_cache_tokens is None:
         if settings.kv_cache_gib is None and facts.measure is not None:
@@ -351,19 +346,29 @@ def _config(
         raise SettingsError(
             f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
             + (f" beside {size_text(slots_bytes)} of states" if slots_bytes else "")
-            + _beside(config, facts.open_bytes)
+            + _beside(config, facts)
             + ("" if size is None else f", got {size:g}")
         )
     longest = max(each.max_len for each in _fitting(settings, deployments, config))
     return replace(config, max_model_len=longest), memory
 
 
-def _beside(config: EngineConfig, open_bytes: int) -> str:
-    """Return a clause with the open pages of all sequences; empty if no page is sealed."""
-    if not open_bytes:
+def _stage_bytes(config: EngineConfig, page_bytes: int) -> int:
+    """Return the bytes of the most pages that a step stages, for one layer at a time."""
+    step = config.max_num_batched_tokens, config.max_num_seqs, config.page_size
+    return most_staged(*step) * page_bytes
+
+
+def _beside(config: EngineConfig, facts: ModelFacts) -> str:
+    """Return a clause with the exact pages of all sequences; empty if no page is sealed."""
+    if not facts.open_bytes:
         return ""
-    size = size_text(config.max_num_seqs * open_bytes)
-    return f" beside {size} of open pages for {config.max_num_seqs} sequences (max_num_seqs)"
+    opened = size_text(config.max_num_seqs * facts.open_bytes)
+    staged = size_text(_stage_bytes(config, facts.stage_page_bytes))
+    return (
+        f" beside {opened} of open pages for {config.max_num_seqs} sequences (max_num_seqs) and "
+        f"{staged} of a step (max_num_batched_tokens)"
+    )
 
 
 def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: int) -> None:
@@ -391,14 +396,3 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> in
         f"{memory_text(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
         "max_num_seqs"
     )
-
-
-def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
-    """Return bucket bounds at fractions and multiples of the native length.
-
-    The fractions keep ordinary traffic from falling into one bucket.
-    """
-    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
-    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
-    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
-    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]

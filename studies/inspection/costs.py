@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    EXACT,
+    FORMATS,
+    most_staged,
+    open_bytes,
+    stage_page_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
@@ -36,6 +43,7 @@ class Costs:
     state_bytes: int = 0  # of one sequence, in layers that keep a state; 0: there are none
     kv_format: str = EXACT  # kv_cache_dtype
     kv_open_bytes: int = 0  # of one sequence's open page; 0: no page is sealed
+    kv_stage_bytes: int = 0  # of the pages that one prompt fills in a step; 0: no page is sealed
     kv_bytes_beyond_windows: int | None = None  # of a token; None: no layer holds its window only
     kv_windows: str | None = None  # which layers keep how many tokens
     longest_context_bytes: int = 0  # of its pages
@@ -54,13 +62,16 @@ def costs_of(
     """Return the costs of a model's longest context, and what a stated memory holds.
 
     `low_bits`: the storage of weights in few bits, if a load would have it.
-    `max_chunk`: tokens of a step, if layers with a window hold their window only.
+    `max_chunk`: tokens of a step, if layers with a window hold their window only, or pages are
+    sealed.
     """
     form = (outline.layers(), outline.dtype, kv_cache_dtype, page_size)
     kv_bytes, kv_open_bytes = token_bytes(*form), open_bytes(*form)
+    num_staged = most_staged(max_chunk or 0, 1, page_size)
+    kv_stage_bytes = num_staged * stage_page_bytes(*form)
     longest = max(deployment.max_len for deployment in deployments)
     pages = _Pages(kv_bytes, page_size, max_chunk)
-    if max_chunk is not None and kv_cache_dtype == EXACT and not outline.states():
+    if max_chunk is not None and kv_cache_dtype not in FORMATS and not outline.states():
         groups, _ = group_layers(outline.windows(), outline.layers(), longest)
         if groups is not None:
             pages = _Pages(groups.padded(kv_bytes), page_size, max_chunk, groups)
@@ -71,7 +82,7 @@ def costs_of(
     state_bytes = bytes_per_state(outline.states())
     holds = in_memory = None
     if memory_gib is not None and weight_bytes is not None:
-        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes
+        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes - kv_stage_bytes
         holds = max(0, left // pages.token_bytes // page_size * page_size)
         in_memory = min(longest, pages.longest(holds))
     return Costs(
@@ -93,6 +104,7 @@ def costs_of(
         state_bytes,
         kv_cache_dtype,
         kv_open_bytes,
+        kv_stage_bytes,
         None if pages.groups is None else pages.groups.beyond(pages.token_bytes),
         None if pages.groups is None else pages.groups.text(),
         pages.num_bytes(longest),
@@ -147,6 +159,8 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
     if costs.kv_open_bytes:
         size = size_text(costs.kv_open_bytes)
         lines.append(f"open page        {size} of a sequence of any length, part of its cache")
+        size = size_text(costs.kv_stage_bytes)
+        lines.append(f"step             {size} of pages that a prompt fills, part of its cache")
     if costs.state_bytes:
         states = size_text(costs.state_bytes)
         lines.append(f"states           {states} of a sequence of any length, in float32")
@@ -173,7 +187,7 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
 
 def _beside(costs: Costs) -> int:
     """Return the bytes that a sequence of any length takes beside its pages."""
-    return costs.state_bytes + costs.kv_open_bytes
+    return costs.state_bytes + costs.kv_open_bytes + costs.kv_stage_bytes
 
 
 def _stored_lines(costs: Costs) -> list[str]:

@@ -85,7 +85,7 @@ def _unnamed(
         bytes(32),
         config.page_size,
         len(checkpoint.plans),
-        _name(checkpoint.dtype),
+        _name(store.dtype),
         store.row_keys,
         memory.num_bytes,
     )
@@ -101,6 +101,7 @@ def _facts(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> dict
     return {
         "version": VERSION,
         "dtype": _name(checkpoint.dtype),
+        "cache": _name(store.dtype),
         "page_size": config.page_size,
         "keys_by_token": store.row_keys,
         "layers": [
