@@ -109,7 +109,7 @@ def _overload_as_cached(number: Any, cache: Any) -> Callable[..., Any]:
         def rounded(number: Any, cache: Any) -> Any:  # noqa: ARG001
             if number != number:  # noqa: PLR0124  # NaN
                 return np.uint16(0x7FC0)
-            bits = number.view(np.uint32)
+            bits = np.float32(number).view(np.uint32)
             odd = (bits >> np.uint32(16)) & np.uint32(1)
             return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
