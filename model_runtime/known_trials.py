@@ -59,9 +59,24 @@ def remembered(
 
 def _file(key: str) -> Path:
     """Return the file of one result; with one for all, processes at once would lose some."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _ROOT / "cpu_kernels" / "__pycache__")
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return folder / f"ropewalk-trial-{name}.json"
+    return _folder() / f"ropewalk-trial-{name}.json"
+
+
+def _folder() -> Path:
+    """Return the first folder that can be written, in the order in which numba looks for one."""
+    in_tree = _ROOT / "cpu_kernels" / "__pycache__"
+    homes = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME", "") + "/.cache"
+    user_wide = next(Path(home) for home in homes if home) / "ropewalk"
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    folders = (*((Path(given),) if given else ()), in_tree, user_wide)
+    return next((folder for folder in folders if _can_be_written(folder)), in_tree)
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Return whether a folder, or the nearest one above it that exists, can be written."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def fingerprint(*folders: Path) -> str:

@@ -57,7 +57,7 @@ def _logistic(x: Any, z: Any) -> Any:
 
 
 @jit(inline=True)
-def _silu(x: Any) -> Any:
+def silu(x: Any) -> Any:
     """Return x / (1 + e^-x). Values of x below -87 are taken for -87, which leaves about 1e-36."""
     x = maximum(broadcast(_LEAST), x)
     return _logistic(x, x)
@@ -102,7 +102,7 @@ def activate(row_I: Floats, kind: int) -> None:
     """Compute an activation of each value in place; NaN stays NaN."""
     if kind == SILU:
         for i in range(0, row_I.shape[0], WIDTH):
-            store(row_I, i, _silu(load(row_I, i)))
+            store(row_I, i, silu(load(row_I, i)))
     elif kind == GELU_TANH:
         for i in range(0, row_I.shape[0], WIDTH):
             store(row_I, i, _gelu_tanh(load(row_I, i)))

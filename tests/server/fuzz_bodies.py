@@ -6,6 +6,7 @@ A body is text, not a dictionary: NaN, duplicate keys and a number of 5,000 digi
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any, get_args
 
@@ -134,6 +135,7 @@ def metadata(annotation: Any) -> Iterator[Any]:
     yield from getattr(annotation, "__metadata__", ())
 
 
+@cache
 def limits(model: type[BaseModel]) -> list[tuple[str, str]]:
     """(field, value): at, just below and just above every limit of the model's fields."""
     found: list[tuple[str, str]] = []
@@ -179,9 +181,6 @@ class Body:
     content: bytes
 
 
-_LIMITS = {path: limits(model) for path, (model, _) in ROUTES.items()}
-
-
 def body(rng: Random) -> Body:
     """One body: mostly right, and wrong in a few places."""
     path = rng.choices(list(ROUTES), _SHARES)[0]
@@ -190,7 +189,7 @@ def body(rng: Random) -> Body:
     kind = rng.choices(["field", "limit", "inner", "unknown", "text"], [5, 3, 2, 1, 3])[0]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if kind == "limit":
-            name, fields[name] = rng.choice(_LIMITS[path] or [("prompt", '""')])
+            name, fields[name] = rng.choice(limits(model) or [("prompt", '""')])
         elif kind == "inner":
             name = rng.choice(list(INNER))
             fields[name] = _inner(name, rng)

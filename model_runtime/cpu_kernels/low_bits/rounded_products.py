@@ -28,6 +28,7 @@ from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_of, chunk_unpacker
+from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, FORMATS, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.group_dots import group_adder, row_adder
 from ropewalk.model_runtime.cpu_kernels.low_bits.integer_dot import num_shorts
@@ -165,30 +166,6 @@ def _chunk_adder(kind: Format, num_orders: int) -> Any:
 
 
 @cache
-def _chooser(numbers: tuple[int, ...], num_orders: int) -> Any:
-    """Compiled: run(number, arguments) calls the adder of the format with this number."""
-    number, *others = numbers
-    this = _chunk_adder(FORMATS[number], num_orders)
-    if not others:
-
-        @jit(inline=True)
-        def run(_: int, arguments: Any) -> None:
-            this(*arguments)
-
-        return run
-    run_other = _chooser(tuple(others), num_orders)
-
-    @jit(inline=True)
-    def choose(found: int, arguments: Any) -> None:
-        if found == number:
-            this(*arguments)
-        else:
-            run_other(found, arguments)
-
-    return choose
-
-
-@cache
 def _floats_adder() -> Any:
     """Compiled: rows before rounding, times a panel of float32."""
     widen = widener((FLOAT32.number,), FLOATS)
@@ -210,7 +187,7 @@ def _floats_adder() -> Any:
 @cache
 def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> Any:
     """Compiled: rounded rows times panels of the formats with these numbers."""
-    add_chunk = _chooser(numbers, num_orders)
+    add_chunk = chooser((each, _chunk_adder(FORMATS[each], num_orders)) for each in numbers)
     add_floats = _floats_adder() if has_floats else add_chunk
     floats = FLOAT32.number
 

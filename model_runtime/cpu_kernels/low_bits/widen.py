@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ropewalk.model_runtime.cpu_kernels.bf16_dot import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import prefetch_at
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import PAIRS, unpacking
@@ -97,30 +98,6 @@ def _kernels_of(kind: Format, written: int) -> _Kernels:
 
 
 @cache
-def _chooser(numbers: tuple[int, ...], written: int, name: str) -> Any:
-    """Compiled: run(number, arguments) calls one function of the format with this number."""
-    number, *others = numbers
-    this = getattr(_kernels_of(FORMATS[number], written), name)
-    if not others:
-
-        @jit(inline=True)
-        def run(_: int, arguments: Any) -> None:
-            this(*arguments)
-
-        return run
-    run_other = _chooser(tuple(others), written, name)
-
-    @jit(inline=True)
-    def choose(found: int, arguments: Any) -> None:
-        if found == number:
-            this(*arguments)
-        else:
-            run_other(found, arguments)
-
-    return choose
-
-
-@cache
 def widener(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: widen(number, panel, first, end, out), for the formats of these numbers.
 
@@ -128,7 +105,7 @@ def widener(numbers: tuple[int, ...], written: int) -> Any:
     Both are multiples of 32. `written`: FLOATS; ROUNDED for values that are rounded to bfloat16 and
     stored as float32; PAIRS for uint16 with the pairs of bf16_dot.py.
     """
-    run = _chooser(numbers, written, "widen")
+    run = chooser((each, _kernels_of(FORMATS[each], written).widen) for each in numbers)
 
     @jit()
     def widen(number: int, panel: int, first: int, end: int, out: Numbers) -> None:
@@ -144,7 +121,7 @@ def row_adder(numbers: tuple[int, ...], written: int) -> Any:
     It writes the products of one row with inputs `first` to `end` - 1 of a panel to `sums`, [64].
     The weights go from registers to products: one row would not use a widened chunk again.
     """
-    run = _chooser(numbers, written, "add")
+    run = chooser((each, _kernels_of(FORMATS[each], written).add) for each in numbers)
 
     @jit()
     def add(number: int, panel: int, first: int, end: int, x_RK: Numbers, sums: Floats) -> None:

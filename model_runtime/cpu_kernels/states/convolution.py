@@ -8,25 +8,22 @@ Shapes: T = flat tokens, C = channels, W = taps, X = segments, N = slots, L = th
 a slot keeps.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ropewalk.model_runtime.cpu_kernels.activations import silu
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     broadcast,
-    divide,
-    exp,
     fma,
     load,
-    maximum,
     multiply,
     store,
-    subtract,
 )
 
 Segments = NDArray[np.int64]  # [X, 4]
@@ -40,14 +37,6 @@ class Segment(NamedTuple):
     end: int
     read: int  # the slot with the state before them; NO_SLOT: zeros
     write: int  # the slot for the state after them, which may be the same
-
-
-@jit(inline=True)
-def silu_lanes(x: Any) -> Any:
-    """Return x / (1 + e^-x). Values of x below -87 are taken for -87, as in `gate`."""
-    x = maximum(broadcast(np.float32(-87.0)), x)
-    below = add(broadcast(np.float32(1.0)), exp(subtract(broadcast(np.float32(0.0)), x)))
-    return divide(x, below)
 
 
 @jit()
@@ -83,7 +72,7 @@ def convolve(
                     kept = (read * num_kept + num_kept + at) * num_channels + channel
                     total = fma(weight, load(tail_NLC, kept), total)
             if is_gated:
-                total = silu_lanes(total)
+                total = silu(total)
             store(out, row * row_stride + channel - first, total)
 
 

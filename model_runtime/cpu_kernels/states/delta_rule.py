@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ropewalk.model_runtime.cpu_kernels.activations import silu
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import (
@@ -34,7 +35,6 @@ from ropewalk.model_runtime.cpu_kernels.states.convolution import (
     Segments,
     convolve,
     keep_inputs,
-    silu_lanes,
 )
 
 _L2_EPS = np.float32(1e-6)  # as in the published kernels
@@ -226,7 +226,7 @@ def _write_gated(
         at = (begin + row) * width + head * dim
         for d in range(0, dim, WIDTH):
             x = multiply(multiply(load(out, row * dim + d), factor), load(norm_D, d))
-            store(out_TV, at + d, multiply(x, silu_lanes(load(gate_TV, at + d))))
+            store(out_TV, at + d, multiply(x, silu(load(gate_TV, at + d))))
 
 
 @jit()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.model_runtime import known_trials
 from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.known_trials import remembered
 
@@ -37,3 +38,15 @@ def test_processes_that_try_at_once_follow_the_first_one(
     assert remembered("t", late) == "early"
     assert remembered("t", lambda: "third") == "early"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_result_is_kept_in_the_users_cache_if_the_package_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each process would try anew, and could compute other bits than the one before it."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    monkeypatch.setattr(known_trials, "_ROOT", tmp_path / "file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert [remembered("t", lambda: "first"), remembered("t", lambda: "second")] == ["first"] * 2
+    assert len(list((tmp_path / "cache" / "ropewalk").iterdir())) == 1

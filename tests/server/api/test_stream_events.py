@@ -10,6 +10,7 @@ import pytest
 from pydantic_core import PydanticSerializationError
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.engine.admission import Places
 from ropewalk.model_runtime.request import (
     FinishReason,
@@ -20,6 +21,7 @@ from ropewalk.model_runtime.request import (
     SamplingParams,
     TokenLogprob,
 )
+from ropewalk.rope.native import native_rope
 from ropewalk.server.api.completion_schema import CompletionRequest
 from ropewalk.server.api.completions import _CompletionAnswer
 from ropewalk.server.api.generation_response import ChunkAnswer
@@ -34,7 +36,6 @@ from ropewalk.server.api.output_queue import (
 from ropewalk.server.turns.chat import _ChatAnswer
 from ropewalk.server.turns.chat_schema import ChatRequest
 from ropewalk.server.turns.chat_turn import ChatTurn
-from tests.engines import deployment_of, tiny_checkpoint
 from tests.tokens import byte_tokenizer
 
 PLAIN = {"turn": ChatTurn(messages=[]), "plan": None}  # an answer that is text
@@ -46,7 +47,10 @@ ROUTES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "completions": (_CompletionAnswer, CompletionRequest, {"prompt": "ab"}),
 }
-DEPLOYMENT = deployment_of(tiny_checkpoint("llama"), rope_policy="grow", max_rope_factor=4.0)
+NATIVE = native_rope({"max_position_embeddings": 64, "head_dim": 16})
+DEPLOYMENT = make_deployment(
+    "tiny", NATIVE, DeploymentOptions(rope_policy="grow", max_rope_factor=4.0)
+)
 PROMPT_IDS = tuple(byte_tokenizer().encode("ab"))
 PLACEMENT = DEPLOYMENT.place(RopeRequest(), 2, 100)
 TIERS = (PLACEMENT.tier, *PLACEMENT.higher_tiers)

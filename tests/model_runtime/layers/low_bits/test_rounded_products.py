@@ -123,6 +123,7 @@ def test_products_are_those_of_rounded_rows_and_alike_in_any_number(
     """float64 has the products; only sums of float32 are rounded. 768 inputs are three chunks."""
     product, linear = products_of(type_name, dtype)
     x = torch.from_numpy(rows(300, 768)).to(dtype)
+    x[2] = 1  # all codes are 127, so integer sums are as large as they can be
     values = values_of(x.float().numpy())
     weight = widened(linear.panels, torch.float32).double().numpy()
     whole = product(x)
@@ -185,8 +186,10 @@ def digest() -> str:
         kernels = LowBits([panels.kind], torch.float32)
         rounding = rounding_of([panels.kind], torch.float32)
         products = RoundedProducts(kernels.panels([panels], None), rounding)
-        for count in (1, 7, 40):
-            found.update(products.multiply(rows(40, 512)[:count]).tobytes())
+        x_RK = rows(40, 512)
+        x_RK[1] = 1  # all codes are 127, so sums of sixteen bits are as large as they can be
+        for part in (x_RK[:1], x_RK[1:2], x_RK[:7], x_RK):
+            found.update(products.multiply(part).tobytes())
     return found.hexdigest()
 
 
