@@ -33,12 +33,15 @@ def native(length: int = 32768) -> NativeRope:
 
 
 def plan_of(
-    windows: dict[int, int | None], token_bytes: int = TOKEN_BYTES, **settings: str
+    windows: dict[int, int | None],
+    token_bytes: int = TOKEN_BYTES,
+    length: int = 32768,
+    **settings: str,
 ) -> ServingPlan:
     """The plan of a model with these windows."""
     found: ServeSettings = load_settings({"page_size": "64", **settings})
     shapes = dict.fromkeys(windows, SHAPE)
-    facts = ModelFacts(native(), token_bytes, MEMORY, windows=windows, shapes=shapes)
+    facts = ModelFacts(native(length), token_bytes, MEMORY, windows=windows, shapes=shapes)
     return plan_serving(found, facts)
 
 
@@ -53,7 +56,7 @@ def test_a_long_context_fits_a_fifth_of_the_memory() -> None:
     lines = describe(plan)
     assert (
         "    windows        of 18 layers 15 keep 512 tokens; 36864 bytes a token, 6144 beyond the "
-        "windows; a context of 32768 tokens takes 225 MiB"
+        "windows; a context of 32768 tokens takes 226 MiB"
     ) in lines
     whole = plan_of(dict.fromkeys(GEMMA), kv_cache_gib="0.25")
     assert whole.config.page_groups is None
@@ -96,13 +99,13 @@ def test_sinks_beside_windows_need_room_for_both() -> None:
     """Any length is served if the cache holds the kept tokens and all windows, and else none."""
     mixed = {index: 512 if index < 7 else None for index in range(28)}
     settings = {"rope_scaling": SINKS, "max_model_len": "30000", "max_num_batched_tokens": "512"}
-    # 1,024 kept tokens, 512 of a step and four pages in 3 groups, 18 pages in the fourth.
-    needed = 3 * (1024 + 512 + 4 * 64) // 64 + 18
+    # 4 + 1,024 kept tokens, 512 of a step and four pages in 3 groups, 18 pages in the fourth.
+    needed = 3 * -(-(1028 + 512 + 4 * 64) // 64) + 18
     size = -(-needed // 4) * 64
-    plan = plan_of(mixed, 28 * 2048, kv_cache_tokens=str(size), **settings)
+    plan = plan_of(mixed, 28 * 2048, 1024, kv_cache_tokens=str(size), **settings)
     assert plan.deployments[0].max_len == 30000
     with pytest.raises(SettingsError, match="beside 18 pages of the layers with a window"):
-        plan_of(mixed, 28 * 2048, kv_cache_tokens=str(size - 64), **settings)
+        plan_of(mixed, 28 * 2048, 1024, kv_cache_tokens=str(size - 64), **settings)
 
 
 @pytest.mark.sampled(fixed=1, drawn=2)
@@ -141,7 +144,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
     page_bytes = 16 * costs.kv_bytes_per_token // 4
     assert costs.longest_context_bytes == (4096 // 16 + 3 * (-(-(24 + 64) // 16) + 2)) * page_bytes
-    assert "288 KiB of cache" in "\n".join(cost_lines(costs, "cpu"))
+    assert "KiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
     whole = costs_of(outline, deployments, 16, None)
     assert whole.kv_windows is None
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
