@@ -42,16 +42,16 @@ class Pages:
         self.rows = [each.tolist() for each in numbers.reshape(2, -1)]
         self.num_groups = num_groups
 
-    def at(self, sequence: int, step: range, num_first: int | None) -> list[int]:
+    def at(self, sequence: int, step: range, num_last: int | None) -> list[int]:
         """The pages that a step needs; the others of a group with a window hold NaN."""
         pages = list(self.rows[sequence])
-        if self.num_groups == 1:
+        if self.store.groups is None:
             return pages
-        for group, window in enumerate(GROUPS.windows):
+        for group, window in enumerate(self.store.groups.windows):
             first = 0 if window is None else max(0, (step.start + 1 - window) // PAGE)
             begin = 0
-            if window is None and num_first is not None:
-                begin, first = -(-4 // PAGE), max(0, (step.start + 1 - num_first) // PAGE)
+            if window is None and num_last is not None:
+                begin, first = 1, max(0, (step.start + 1 - num_last) // PAGE)
             for at in range(begin, first):
                 self._poison(pages[at * self.num_groups + group])
                 pages[at * self.num_groups + group] = HOLE
@@ -67,14 +67,14 @@ def logits(runner: ModelRunner, method: object) -> list[Tensor]:
     """The logits of steps of two sequences, one of which is a step behind."""
     profile = Profile(Unscaled(), positions=method)  # type: ignore[arg-type]
     pages, found = Pages(runner), []
-    num_first = 30 if isinstance(method, Sinks) else None
+    num_last = 30 if isinstance(method, Sinks) else None
     tokens = [(at * 37) % VOCAB_SIZE for at in range(NUM * PAGE)]
     table_id = runner.table_id(profile)
     for at, step in enumerate(STEPS):
         spans = []
         for sequence, own in enumerate([step, *STEPS[at - 1 : at]]):
             ids = [tokens[position] for position in own]
-            row = pages.at(sequence, own, num_first)
+            row = pages.at(sequence, own, num_last)
             spans.append(Span(ids, own.start, row, table_id, range(len(own) - 1, len(own))))
         found.append(runner.run(spans).clone())
     return found
