@@ -24,6 +24,7 @@ MEMORY = 64 * 2**20
 SHAPE = KVShape(1, 256, 256)
 GEMMA = {index: None if index % 6 == 5 else 512 for index in range(18)}
 TOKEN_BYTES = 18 * 512 * 4
+PLAIN = '{"rope_type": "default"}'
 SINKS = '{"rope_type": "default", "positions": {"method": "sinks", "sinks": 4, "window": 1020}}'
 
 
@@ -39,7 +40,7 @@ def plan_of(
     **settings: str,
 ) -> ServingPlan:
     """The plan of a model with these windows."""
-    found: ServeSettings = load_settings({"page_size": "64", **settings})
+    found: ServeSettings = load_settings({"rope_scaling": PLAIN, **settings})
     shapes = dict.fromkeys(windows, SHAPE)
     facts = ModelFacts(native(length), token_bytes, MEMORY, windows=windows, shapes=shapes)
     return plan_serving(found, facts)
@@ -138,7 +139,8 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     outline = ModelConfig(
         "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
     )
-    deployments = plan_deployments(load_settings({}), outline.native())
+    settings = load_settings({"rope_scaling": PLAIN})
+    deployments = plan_deployments(settings, outline.native())
     costs = costs_of(outline, deployments, 16, None, max_chunk=64)
     assert costs.kv_windows == "of 4 layers 3 keep 24 tokens"
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
