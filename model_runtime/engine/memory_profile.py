@@ -130,7 +130,8 @@ def profile_memory(
     # No context is longer than a cache with all the memory left after the weights.
     room = int(before.total * utilization) - before.outside - before.allocated
     most = room // bytes_per_token(checkpoint.plans, checkpoint.dtype)
-    most = replace(config, kv_cache_tokens=max(most, config.page_size)).longest_context
+    if config.page_groups is not None:
+        most = replace(config, kv_cache_tokens=max(most, config.page_size)).longest_context
     context_len = min(config.max_model_len, max(most, config.page_size))
     tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
     try:

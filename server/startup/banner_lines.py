@@ -80,7 +80,7 @@ def _window_lines(plan: ServingPlan) -> list[str]:
     return [
         f"    windows        {groups.text()}; {plan.token_bytes} bytes a token, "
         f"{groups.beyond(plan.token_bytes)} beyond the windows; a context of {longest} tokens "
-        f"takes {size_text(size)}"
+        f"takes {size_text(size)} at most"
     ]
 
 

@@ -9,19 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, most_staged
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
 from ropewalk.model_runtime.config import EngineConfig, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
-from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
+from ropewalk.model_runtime.page_groups import PageGroups, Shape
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.context_buckets import default_context_buckets
+from ropewalk.server.startup.held_windows import padded, planned_groups, windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
@@ -149,15 +150,23 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
         )
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
+    why_whole = _groups(settings, facts, deployments)[1]
     deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
     held = facts.slot_bytes, facts.open_bytes, facts.stage_page_bytes, facts.rounds
-    sizes = _token_bytes(facts, config), memory, facts.num_ranks, *held
-    return ServingPlan(
-        deployments, config, bounds, *sizes, _groups(settings, facts, deployments)[1]
-    )
+    sizes = token_bytes, memory, facts.num_ranks, *held
+    return ServingPlan(deployments, config, bounds, *sizes, why_whole)
+
+
+def _groups(
+    settings: ServeSettings, facts: ModelFacts, deployments: Iterable[Deployment]
+) -> tuple[PageGroups | None, str | None]:
+    longest = max(each.max_len for each in deployments)
+    layers = facts.windows, facts.shapes
+    return planned_groups(settings, *layers, longest, has_states=facts.slot_bytes > 0)
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
@@ -171,31 +180,6 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
             "kv_disk is for models whose layers all keep keys and values; this model has layers "
             f"that keep a state, which no page holds, got {settings.kv_disk}"
         )
-
-
-def _groups(
-    settings: ServeSettings, facts: ModelFacts, deployments: Iterable[Deployment]
-) -> tuple[PageGroups | None, str | None]:
-    """Return the groups of layers that share pages, or why windows are not held.
-
-    None, None: no layer has a window below the longest context.
-    """
-    found = group_layers(facts.windows, facts.shapes, max(each.max_len for each in deployments))
-    if found == (None, None):
-        return found
-    if settings.kv_cache_dtype in FORMATS:
-        return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
-    if settings.kv_disk is not None:
-        return None, "pages on disk hold all layers (kv_disk)"
-    if facts.slot_bytes:
-        return None, "its other layers keep states"
-    return found
-
-
-def _token_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Return the bytes of a token in all layers, with places in pages that no layer has."""
-    groups = config.page_groups
-    return facts.token_bytes if groups is None else groups.padded(facts.token_bytes)
 
 
 def within_cache(
@@ -235,14 +219,10 @@ def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfi
     kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
     if kept is None or method is None:
         return ""
-    beside = ""
-    if config.page_groups is not None:
-        num_pages = config.page_groups.window_pages(config.page_size, config.max_num_batched_tokens)
-        beside = f", beside {num_pages} pages of the layers with a window"
     return (
         f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
         f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
-        f"four pages{beside}"
+        f"four pages{windows_beside(config)}"
     )
 
 
@@ -323,7 +303,7 @@ def _config(
         "page_groups": _groups(settings, facts, deployments)[0],
     }
     config = EngineConfig(**stated)
-    token_bytes = _token_bytes(facts, config)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
     memory = None
     size_gib = settings.kv_cache_gib
     config, slots_bytes = with_slots(

@@ -34,7 +34,12 @@ NAMES = (
     "starcoder2",
 )
 # Layers that read all keys, and rotate as the others do: `sinks` is for such models.
-QWEN = {"use_sliding_window": True, "max_window_layers": 3, "num_hidden_layers": 4}
+QWEN = {
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "max_window_layers": 3,
+    "num_hidden_layers": 4,
+}
 
 
 @pytest.fixture
