@@ -27,7 +27,8 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 FROM ${BASE_IMAGE} AS environment
 ARG TORCH_INDEX=
 ARG TORCH_SHA256=
-# Extras of pyproject.toml, with commas between them: `ray` for --replicas, `otel` for --traces.
+# Extras of pyproject.toml, with commas between them: `ray` for --replicas, `otel` for --traces,
+# `valkey` for --kv-store.
 ARG EXTRAS=
 WORKDIR /src
 COPY locks/ locks/

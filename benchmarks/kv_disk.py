@@ -3,7 +3,11 @@
 Servers are started one after the other, so every row of the first table is after a restart. A
 prompt is random tokens. `off` computes it without the disk, `written` computes it and writes its
 pages. `disk` reads them after the system was asked to drop the files from its memory, and `memory`
-while they are in it. The second table decodes with and without the disk, in turns.
+while they are in it.
+
+The second table decodes with and without the disk, in turns. Its rates follow whatever else runs on
+the machine. So it also has the processor time of the thread that decodes, which is the busiest one
+of the server. Checksums and writes are on another thread.
 """
 
 import argparse
@@ -17,9 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -29,6 +33,20 @@ _START_S = 300.0
 _READY = '{"prompt": "a", "max_tokens": 1}'
 _FIRST_ID, _LAST_ID = 16, 2000  # below the special tokens of most models
 _SEED = 11
+
+
+class Served(NamedTuple):
+    """A server that answers."""
+
+    url: str
+    pid: int
+
+
+class Decoded(NamedTuple):
+    """How an answer was decoded."""
+
+    rate: float  # tokens a second after the first, as the server timed them
+    thread_ms: float  # processor time of a token, of the busiest thread
 
 
 def main() -> None:
@@ -61,39 +79,39 @@ def measure_restarts(serve: list[str], folder: Path, length: int) -> None:
     for start in ("off", "written", "disk", "memory"):
         if start == "disk":
             drop_from_memory(folder)
-        with server(serve, None if start == "off" else folder) as url:
+        with server(serve, None if start == "off" else folder) as served:
             time.sleep(1.0)  # the folder is open soon after the start
-            seconds, num_cached = first_token(url, prompt)
-            rate = read_rate(url, folder) if num_cached else ""
+            seconds, num_cached = first_token(served.url, prompt)
+            rate = read_rate(served.url, folder) if num_cached else ""
         _write(f"| {length:,} | {start} | {seconds:.2f} | {num_cached:,} | {rate} |")
 
 
 def measure_decoding(serve: list[str], folder: Path, rounds: int, num_decoded: int) -> None:
     """Compare the decode rates of servers with and without the disk, in turns."""
-    rates: dict[str, list[float]] = {"off": [], "on": []}
+    found: dict[str, list[Decoded]] = {"without": [], "with": []}
     draw = random.Random(_SEED)  # noqa: S311
     with ExitStack() as stack:
-        urls = {
-            name: stack.enter_context(server(serve, None if name == "off" else folder))
-            for name in rates
+        servers = {
+            name: stack.enter_context(server(serve, folder if name == "with" else None))
+            for name in found
         }
         for number in range(rounds):
             prompt = draw.choices(range(_FIRST_ID, _LAST_ID), k=200)
-            for name in sorted(rates, reverse=number % 2 == 1):
-                rates[name].append(decode_rate(urls[name], prompt, num_decoded))
-    ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+            for name in sorted(found, reverse=number % 2 == 1):
+                found[name].append(decode(servers[name], prompt, num_decoded))
     _write("")
-    _write("| decode, tokens/s | without | with | ratio of each pair, median (all) |")
+    _write("| decode | without | with | with / without in each pair: median, quartiles |")
     _write("|---|---:|---:|---|")
-    off, on = (statistics.median(rates[name]) for name in ("off", "on"))
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    _write(
-        f"| {rounds} rounds | {off:.1f} | {on:.1f} | {statistics.median(ratios):.3f} ({spread}) |"
-    )
+    for field, title in (("rate", "tokens/s"), ("thread_ms", "processor time of a token, ms")):
+        off, on = ([getattr(each, field) for each in found[name]] for name in ("without", "with"))
+        ratios = [mine / other for mine, other in zip(on, off, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        ends = f"{middle:.3f}, {low:.3f} to {high:.3f}"
+        _write(f"| {title} | {statistics.median(off):.2f} | {statistics.median(on):.2f} | {ends} |")
 
 
 @contextmanager
-def server(serve: list[str], folder: Path | None) -> Iterator[str]:
+def server(serve: list[str], folder: Path | None) -> Iterator[Served]:
     """Serve until the block ends."""
     port = free_port()
     command = [sys.executable, "-m", "ropewalk", "serve", *serve, "--port", str(port)]
@@ -109,7 +127,7 @@ def server(serve: list[str], folder: Path | None) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() - began > _START_S:
                 raise TimeoutError("the server does not answer")
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
+        yield Served(f"http://127.0.0.1:{port}", process.pid)
     finally:
         process.terminate()
         process.wait(60)
@@ -123,12 +141,24 @@ def first_token(url: str, prompt: list[int]) -> tuple[float, int]:
     return seconds, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def decode_rate(url: str, prompt: list[int], num_tokens: int) -> float:
-    """Return the tokens a second after the first, as the server timed them."""
+def decode(served: Served, prompt: list[int], num_tokens: int) -> Decoded:
+    """Decode an answer to a prompt whose pages are cached."""
+    _completion(served.url, {"prompt": prompt, "max_tokens": 1})
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    answer = _completion(url, {**body, "timings_per_token": True})
-    rate: float = answer["timings"]["predicted_per_second"]
-    return rate
+    before = thread_times(served.pid)
+    answer = _completion(served.url, {**body, "timings_per_token": True})
+    after = thread_times(served.pid)
+    busiest_ns = max(spent - before.get(thread, 0) for thread, spent in after.items())
+    return Decoded(answer["timings"]["predicted_per_second"], busiest_ns / 1e6 / num_tokens)
+
+
+def thread_times(pid: int) -> dict[str, int]:
+    """Return the nanoseconds that each thread of a process has computed. On Linux."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            found[path.parent.name] = int(path.read_text().split()[0])
+    return found
 
 
 def read_rate(url: str, folder: Path) -> str:

@@ -1,6 +1,6 @@
 """The engine's limits, fixed at start."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ropewalk.model_runtime.page_groups import PageGroups
@@ -32,6 +32,8 @@ class EngineConfig:
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
     kv_disk: Path | None = None  # folder of pages that outlive the process; None: there is none
     kv_disk_gib: float | None = None  # its size, if there is one
+    # Address of a store of such pages, in place of a folder; it may hold a password.
+    kv_store: str | None = field(default=None, repr=False)
     page_groups: PageGroups | None = None  # None: a page holds all layers, and no window is held
 
     @property
@@ -74,6 +76,13 @@ class EngineConfig:
             return whole
         step = self.page_size, self.max_num_batched_tokens
         return self.page_groups.num_held(num_pages, *step, num_whole=whole)
+
+    @property
+    def tier_setting(self) -> str | None:
+        """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+        if self.kv_store is not None:
+            return "kv_store"
+        return None if self.kv_disk is None else "kv_disk"
 
     @property
     def seals_pages(self) -> bool:

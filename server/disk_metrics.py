@@ -36,6 +36,12 @@ class DiskMetrics:
         self._paused = factory.gauge(
             "ropewalk_kv_disk_paused", "1 while reads or writes pause after a fault, else 0."
         )
+        self._info = factory.gauge(
+            "ropewalk_kv_disk_info",
+            "Always 1; servers that share pages have the same place.",
+            ["place"],
+        )
+        self._place: str | None = None
         for event in _EVENTS:
             self._pages.labels(event)
         for reason in get_args(Reason):
@@ -54,3 +60,7 @@ class DiskMetrics:
         self._seconds.labels("write").inc(counts.write_s)
         self._bytes.set(counts.num_bytes)
         self._paused.set(counts.is_paused)
+        if counts.place is not None and counts.place != self._place:
+            self._info.clear()
+            self._info.labels(counts.place).set(1)
+            self._place = counts.place

@@ -258,7 +258,7 @@ class Metrics(Observer):
                 "Share of the slots of states that sequences hold, 0 to 1.",
             )
         self._disk: DiskMetrics | None = None
-        if config.kv_disk is not None:
+        if config.tier_setting is not None:
             self._disk = _disk_metrics(factory)
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.capacity

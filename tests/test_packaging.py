@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT
 from ropewalk.studies.harness.plotting import INSTALL_MATPLOTLIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,7 @@ def test_the_named_requirements_are_those_of_the_extras() -> None:
     assert f"pip install '{extras['plot'][0]}'" == INSTALL_MATPLOTLIB
     command = (ROOT / "server/ray/command.py").read_text()
     assert f"pip install '{extras['ray'][0]}'" in command
+    assert f"pip install '{extras['valkey'][0]}'" in NEEDS_CLIENT
     exporter, sdk = extras["otel"]
     assert f"'{exporter}' '{sdk}'" in (ROOT / "server/startup/gate.py").read_text()
 

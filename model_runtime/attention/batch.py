@@ -75,7 +75,7 @@ class Batch:
     own_pages: "OwnPages | None" = None  # None: the cache holds every page as it was written
     # Of all groups of layers; the fields of these names are of the first. None: there is one group.
     page_table_GSN: Tensor | None = None
-    page_GT: Tensor | tuple[Tensor, ...] | None = None
+    page_GT: Tensor | None = None
 
     def of_group(self, group: int) -> "Batch":
         """Return the batch with the pages of another group of layers than the first."""

@@ -125,7 +125,7 @@ class CpuAttention:
     def pages_of_groups(self) -> tuple[NDArray[np.int32], Ints]:
         """Return the page tables of all groups [G, S, N], and each token's pages [G, T]."""
         batch = self._batch
-        if batch.page_table_GSN is None or not isinstance(batch.page_GT, Tensor):
+        if batch.page_table_GSN is None or batch.page_GT is None:
             return self.sequences.page_table_SN[None], self.destinations.page_T[None]
         return batch.page_table_GSN.numpy(), batch.page_GT.numpy()
 

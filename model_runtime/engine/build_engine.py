@@ -56,18 +56,14 @@ def _built(
     profiles: Sequence[Profile],
     make: Callable[..., ModelRunner],
 ) -> Engine:
-    if config.seals_pages and (config.kv_disk is not None or make is not ModelRunner):
-        raise ModelError(
-            f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process without kv_disk"
-        )
-    if config.kv_cache_dtype == ROUNDED and make is not ModelRunner:
-        raise ModelError(f"kv_cache_dtype {ROUNDED} is for a model in one process")
+    if config.kv_cache_dtype != EXACT and make is not ModelRunner:
+        raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
     if config.page_groups is not None and (
-        config.seals_pages or config.kv_disk is not None or checkpoint.states
+        config.seals_pages or config.tier_setting is not None or checkpoint.states
     ):
         raise ModelError(
-            "page_groups are for a cache that seals no pages, without kv_disk, and for models "
-            "without states"
+            "page_groups are for a cache that seals no pages, without pages below it, and for "
+            "models without states"
         )
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
@@ -89,7 +85,7 @@ def _built(
         )
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     tier = None
-    if config.kv_disk is not None:
+    if config.tier_setting is not None:
         from ropewalk.model_runtime.engine.kv_disk.build import build_tier  # noqa: PLC0415  # rare
 
         tier = build_tier(checkpoint, config, runner.store)

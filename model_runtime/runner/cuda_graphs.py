@@ -35,7 +35,7 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
-_FIELDS = 5  # of a sequence's token, with the page of the first group of layers
+_FIELDS = 4  # of a sequence's token, before the page of each group of layers
 MOST_RECORDED = 256  # rows; each size keeps its own logits (docs/gpu-memory.md)
 
 
@@ -95,7 +95,7 @@ def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recor
 class _Recorded:
     """A captured step of S rows."""
 
-    numbers_FS: Tensor  # int64: token, position, page, offset, rotation table, further pages
+    numbers_FS: Tensor  # int64: token, position, offset, rotation table, a page of each group
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
@@ -170,7 +170,7 @@ class DecodeGraphs:
                 raise
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
-        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[4])
+        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[3])
         if token_S is not None:
             recorded.numbers_FS[0, : len(spans)].copy_(token_S)
 
@@ -195,16 +195,15 @@ class DecodeGraphs:
     def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
         """Return the inputs of a step except for its page table, int64 [F, S]."""
         num_there, size = len(spans), len(pages_SN)
-        numbers_FS = np.zeros((_FIELDS + self._num_groups - 1, size), dtype=np.int64)
-        tokens_S, positions_S, pages_S, offsets_S, tables_S = numbers_FS[:_FIELDS]
+        numbers_FS = np.zeros((_FIELDS + self._num_groups, size), dtype=np.int64)
+        tokens_S, positions_S, offsets_S, tables_S = numbers_FS[:_FIELDS]
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
         tables_S[:num_there] = [span.table_id for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
         columns_S *= self._num_groups
-        pages_S[:] = pages_SN[np.arange(size), columns_S]
-        for group in range(1, self._num_groups):
-            numbers_FS[_FIELDS + group - 1] = pages_SN[np.arange(size), columns_S + group]
+        for group in range(self._num_groups):
+            numbers_FS[_FIELDS + group] = pages_SN[np.arange(size), columns_S + group]
         return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
@@ -212,19 +211,17 @@ class DecodeGraphs:
         device = self._tables.device
         num_pages = -(-self._max_len // self._page_size)
         num_groups = self._num_groups
-        num_fields = _FIELDS + num_groups - 1
-        numbers_FS = torch.zeros(num_fields, size, dtype=torch.int64, device=device)
-        numbers_FS[2] = self._spare_page
+        numbers_FS = torch.zeros(_FIELDS + num_groups, size, dtype=torch.int64, device=device)
         numbers_FS[_FIELDS:] = self._spare_page
         page_table_GSN = torch.full(
             (num_groups, size, num_pages), self._spare_page, dtype=torch.int32, device=device
         )
-        token_ids_S, position_S, page_S, offset_S, table_S = numbers_FS[:_FIELDS]
+        token_ids_S, position_S, offset_S, table_S = numbers_FS[:_FIELDS]
         place_S = torch.arange(size + 1, device=device)
         batch = Batch(
             token_ids_1T=token_ids_S[None],
             position_ids_1T=position_S[None],
-            page_T=page_S,
+            page_T=numbers_FS[_FIELDS],
             offset_T=offset_S,
             page_table_SN=page_table_GSN[0],
             cu_seqlens_S1=place_S,
@@ -235,7 +232,7 @@ class DecodeGraphs:
             # Places of padding. The forward's work lists from them are filled before a replay.
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
             page_table_GSN=None if num_groups == 1 else page_table_GSN,
-            page_GT=None if num_groups == 1 else (page_S, *numbers_FS[_FIELDS:]),
+            page_GT=None if num_groups == 1 else numbers_FS[_FIELDS:],
         )
         pages = PageTable(size, num_pages * num_groups, self._spare_page)
         try:

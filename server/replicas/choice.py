@@ -6,6 +6,9 @@ cost = tokens that queue for prefill there + tokens of this prompt that are not 
 An evicted token is one that a later request computes anew, so it counts like one of this prompt.
 Replicas of the same age are all full, so the term keeps prompts where their pages are.
 
+Replicas may share a place of pages that outlive the cache (docs/kv-disk.md). A token that any of
+them has had is read there by the others, and so is an evicted one. Both count `_READ_WEIGHT`.
+
 A prefix that many requests share spills to a second replica when its queue costs more than reading
 the prefix anew. From then on two replicas have it cached. Routers of others use a threshold of
 imbalance beside the match. Beyond it they drop all affinity at once, so hits collapse under load.
@@ -13,14 +16,19 @@ imbalance beside the match. Beyond it they drop all affinity at once, so hits co
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from ropewalk.server.replicas.prompt_pages import PageMemory, PromptPages
 
 Routing = Literal["prefix", "least_loaded", "round_robin"]
 DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth
+# Tokens of prefill that the read of one token is worth. A slow disk took 1/30 of the computation of
+# 8,192 tokens, and its first pages take longer.
+_READ_WEIGHT = 0.1
+_SHARED_PAGES = 1 << 16  # remembered of a shared place; the router does not know its size
 
 
 @dataclass(slots=True)
@@ -28,7 +36,9 @@ class _Open:
     """A request between `routed` and `ended`."""
 
     replica: str
-    num_uncached: int  # prompt tokens that the replica probably computes
+    num_queued: (
+        int  # prompt tokens that the replica probably computes, or as many as its reads cost
+    )
     is_running: bool = False  # its first token came
 
 
@@ -37,7 +47,8 @@ class _Replica:
     """A replica as one router knows it."""
 
     memory: PageMemory
-    num_queued_tokens: int = 0  # uncached prompt tokens of requests without a first token
+    place: str | None = None  # of pages that it shares with others; None: it shares none
+    num_queued_tokens: int = 0  # of prompts of requests without a first token, as in `_Open`
     num_running: int = 0  # requests with a first token
     open_ids: set[str] = field(default_factory=set)  # of both kinds
 
@@ -60,6 +71,7 @@ class ReplicaChoice:
         self.routing = routing
         self.decode_weight = decode_weight
         self._replicas: dict[str, _Replica] = {}
+        self._places: dict[str, PageMemory] = {}  # the pages of each shared place
         self._open: dict[str, _Open] = {}
         self._turn = itertools.count()  # of round_robin
 
@@ -72,10 +84,16 @@ class ReplicaChoice:
         """Return the number of requests that count as load."""
         return len(self._open)
 
-    def add(self, replica: str, num_pages: int) -> None:
-        """Add a replica whose cache holds `num_pages` pages; no effect if it is known."""
+    def add(self, replica: str, num_pages: int, place: str | None = None) -> None:
+        """Add a replica whose cache holds `num_pages` pages; of a known one, only note its place.
+
+        place: that of pages which outlive its cache, equal for replicas that share it.
+        """
         if replica not in self._replicas:
             self._replicas[replica] = _Replica(PageMemory(num_pages))
+        self._replicas[replica].place = place
+        if place is not None:
+            self._places.setdefault(place, PageMemory(_SHARED_PAGES))
 
     def remove(self, replica: str) -> None:
         """Remove a replica with its load and its pages; no effect if it is unknown."""
@@ -83,12 +101,17 @@ class ReplicaChoice:
         for request_id in known.open_ids if known else ():
             del self._open[request_id]
 
-    def update(self, num_pages: dict[str, int]) -> None:
-        """Add and remove replicas, so that exactly these remain. Pages of the cache by id."""
+    def update(
+        self, num_pages: dict[str, int], places: Mapping[str, str | None] = MappingProxyType({})
+    ) -> None:
+        """Add and remove replicas, so that exactly these remain. Pages of the cache by id.
+
+        places: of pages that outlive a replica's cache, by id.
+        """
         for replica in set(self._replicas) - num_pages.keys():
             self.remove(replica)
         for replica, num in num_pages.items():
-            self.add(replica, num)
+            self.add(replica, num, places.get(replica))
 
     def load(self, replica: str) -> tuple[int, int]:
         """Return a replica's queued prefill tokens and its running requests; (0, 0) if unknown."""
@@ -104,8 +127,11 @@ class ReplicaChoice:
         known = self._replicas.get(replica)
         if known is None:
             return asked.num_tokens
-        num_evicted = known.memory.num_evicted_by(asked.keys) * asked.page_size
-        work = known.num_queued_tokens + _num_uncached(asked, known) + num_evicted
+        evicted: float = known.memory.num_evicted_by(asked.keys) * asked.page_size
+        if known.place is not None:
+            evicted *= _READ_WEIGHT
+        num_computed, num_read = self._num_uncached(asked, known)
+        work = known.num_queued_tokens + num_computed + _READ_WEIGHT * num_read + evicted
         return work + self.decode_weight * known.num_running
 
     def rank(self, asked: PromptPages, candidates: Iterable[str], request_id: str) -> list[str]:
@@ -142,12 +168,15 @@ class ReplicaChoice:
         known = self._replicas.get(replica)
         if known is None:
             return 0
-        num_uncached = _num_uncached(asked, known)
+        num_computed, num_read = self._num_uncached(asked, known)
         known.memory.note(asked.keys)
-        known.num_queued_tokens += num_uncached
+        if known.place is not None:
+            self._places[known.place].note(asked.keys)
+        num_queued = num_computed + round(_READ_WEIGHT * num_read)
+        known.num_queued_tokens += num_queued
         known.open_ids.add(request_id)
-        self._open[request_id] = _Open(replica, num_uncached)
-        return asked.num_tokens - num_uncached
+        self._open[request_id] = _Open(replica, num_queued)
+        return asked.num_tokens - num_computed
 
     def first_token(self, request_id: str) -> None:
         """Move a request from the queue to the running ones; no effect if it is not queued."""
@@ -155,7 +184,7 @@ class ReplicaChoice:
         if request is None or request.is_running:
             return
         replica = self._replicas[request.replica]
-        replica.num_queued_tokens -= request.num_uncached
+        replica.num_queued_tokens -= request.num_queued
         replica.num_running += 1
         request.is_running = True
 
@@ -169,16 +198,21 @@ class ReplicaChoice:
         if request.is_running:
             replica.num_running -= 1
         else:
-            replica.num_queued_tokens -= request.num_uncached
+            replica.num_queued_tokens -= request.num_queued
 
     def _num_open(self, replica: str) -> int:
         known = self._replicas.get(replica)
         return len(known.open_ids) if known else 0
 
-
-def _num_uncached(asked: PromptPages, replica: _Replica) -> int:
-    """Return the number of prompt tokens that a replica probably has to compute."""
-    return asked.num_tokens - replica.memory.match(asked.reusable_keys) * asked.page_size
+    def _num_uncached(self, asked: PromptPages, replica: _Replica) -> tuple[int, int]:
+        """Return how many prompt tokens a replica probably computes, and how many it reads."""
+        keys = asked.reusable_keys
+        num_cached = replica.memory.match(keys)
+        num_known = num_cached
+        if replica.place is not None:
+            num_known = max(num_cached, self._places[replica.place].match(keys))
+        num_computed = asked.num_tokens - num_known * asked.page_size
+        return num_computed, (num_known - num_cached) * asked.page_size
 
 
 def _rendezvous(place: bytes, replica: str) -> bytes:

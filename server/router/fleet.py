@@ -25,6 +25,7 @@ _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 _OF_THE_START = ("created",)  # differs between equal servers
 
 _log = structlog.get_logger(__name__)
+_PLACE = b"ropewalk_kv_disk_info{place="
 
 
 class Server:
@@ -39,6 +40,7 @@ class Server:
         self.facts: str | None = None  # what it serves; None: it has not been asked
         self.facts_at = 0.0  # the loop's time
         self.num_cache_tokens = _CACHE_TOKENS
+        self.place: str | None = None  # of pages that it shares; None: of none, or not known yet
         self.is_doubtful = asyncio.Event()  # it has to be asked at once
         self.answered_at = asyncio.get_running_loop().time()
         self.problem = "it has not answered yet"
@@ -204,6 +206,8 @@ class Fleet:
             for line in page.splitlines():
                 if line.startswith(b"ropewalk_kv_cache_tokens "):
                     server.num_cache_tokens = int(float(line.split()[1]))
+                elif line.startswith(_PLACE):
+                    server.place = line.removeprefix(_PLACE).decode(errors="replace")
 
     def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
         if is_ready and not server.is_ready:
@@ -234,6 +238,8 @@ class Fleet:
                 _log.warning("server_not_ready", server=name, why=problem)
             self.choice.update(names)
             self._changed.set()
+        for each in usable:
+            self.choice.add(each.name, names[each.name], each.place)
 
     def lost(self, server: Server, why: str) -> None:
         """Note that a server is gone: its streams go on elsewhere, and it must be ready again."""

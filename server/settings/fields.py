@@ -99,6 +99,15 @@ def _device(value: str) -> str:
     return value
 
 
+def _store_address(value: str) -> str:
+    from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
+        parse_store_url,
+    )
+
+    parse_store_url(value)
+    return value
+
+
 def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
     if any(low >= high for low, high in itertools.pairwise(values)) or not values or values[0] < 1:
         raise ValueError("must rise strictly from 1 or more")
@@ -129,6 +138,7 @@ Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterVa
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[Names, BeforeValidator(_not_empty)]
 HostNames = Annotated[Names, AfterValidator(_host_names)]
+StoreAddress = Annotated[str, AfterValidator(_store_address)]
 Device = Annotated[str, AfterValidator(_device)]
 # Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.
 JsonObject = Annotated[dict[str, Any] | None, NoDecode, FromJson]

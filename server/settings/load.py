@@ -180,11 +180,14 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
         yield f"kv_disk needs kv_disk_gib, the size of the folder, got {settings.kv_disk}"
     if settings.kv_disk is None and settings.kv_disk_gib is not None:
         yield f"kv_disk_gib needs kv_disk, the folder, got {settings.kv_disk_gib:g}"
-    if settings.kv_disk is not None and settings.tensor_parallel_size > 1:
-        yield (
-            "kv_disk is for a model in one process, because each rank has a part of a page: "
-            f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
-        )
+    if settings.kv_disk is not None and settings.kv_store is not None:
+        yield f"kv_disk and kv_store exclude each other, got {settings.kv_disk} and a store"
+    for name in ("kv_disk", "kv_store"):
+        if getattr(settings, name) is not None and settings.tensor_parallel_size > 1:
+            yield (
+                f"{name} is for a model in one process, because each rank has a part of a page: "
+                f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
+            )
 
 
 def format_contradictions(settings: ServeSettings) -> Iterator[str]:
@@ -192,8 +195,7 @@ def format_contradictions(settings: ServeSettings) -> Iterator[str]:
     name = settings.kv_cache_dtype
     if name == "auto":
         return
-    is_sealed = name != "bfloat16"
-    if is_sealed and settings.page_size % PAGE_UNIT:
+    if name != "bfloat16" and settings.page_size % PAGE_UNIT:
         yield (
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
             f"{settings.page_size}"
@@ -202,11 +204,6 @@ def format_contradictions(settings: ServeSettings) -> Iterator[str]:
         yield (
             f"kv_cache_dtype {name} is for a model in one process: tensor_parallel_size must be 1, "
             f"got {settings.tensor_parallel_size}"
-        )
-    if is_sealed and settings.kv_disk is not None:
-        yield (
-            "kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto or bfloat16, got "
-            f"{name}"
         )
 
 

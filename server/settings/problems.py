@@ -20,7 +20,7 @@ _LISTS: dict[int | str, tuple[str, type[Section]]] = {
     "deployments": ("a deployment", DeploymentEntry),
     "keys": ("a key", KeyEntry),
 }
-_SECRETS = {"router_key"}
+_SECRETS = {"router_key", "kv_store"}
 _NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then something else
 
 

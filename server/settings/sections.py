@@ -14,6 +14,7 @@ from ropewalk.server.settings.fields import (
     Names,
     Numbers,
     Section,
+    StoreAddress,
     other_words,
     setting,
 )
@@ -236,6 +237,13 @@ class CacheSettings(Section):
         unit="GiB",
         gt=0,
         allow_inf_nan=False,
+    )
+    kv_store: StoreAddress | None = setting(
+        None,
+        "Store of pages on the network, which servers share, in place of a folder: Valkey, or a "
+        "server of its protocol. valkeys:// is TLS. It tells the prompts. Needs the package "
+        "valkey.",
+        unit="valkey://HOST:PORT",
     )
     gpu_memory_utilization: float = setting(
         0.9,

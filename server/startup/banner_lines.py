@@ -56,6 +56,9 @@ def describe(plan: ServingPlan) -> list[str]:
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
         lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
+    if plan.config.kv_store is not None:
+        place = _store_place(plan.config.kv_store)
+        lines.append(f"    in a store     {place}, {size_text(plan.token_bytes)} a token")
     if plan.state_bytes:
         slots = f"{plan.config.num_state_slots} slots of {size_text(plan.slot_bytes)}"
         others = "snapshots of prefixes" + (", and drafts" * (plan.config.max_draft_tokens != 0))
@@ -82,6 +85,15 @@ def _window_lines(plan: ServingPlan) -> list[str]:
         f"{groups.beyond(plan.token_bytes)} beyond the windows; a context of {longest} tokens "
         f"takes {size_text(size)} at most"
     ]
+
+
+def _store_place(address: str) -> str:
+    """Return the address of a store without its password."""
+    from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
+        parse_store_url,
+    )
+
+    return parse_store_url(address).shown
 
 
 def _format_lines(plan: ServingPlan) -> list[str]:

@@ -10,6 +10,7 @@ import ssl
 import stat
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -186,6 +187,7 @@ def checked(settings: ServeSettings) -> KeyTable:
     problems.tried(lambda: chat_template_text(settings))
     problems.tried(lambda: check_traces(settings))
     problems.tried(lambda: _check_disk(settings))
+    problems.tried(lambda: _check_store(settings))
     problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
     problems.tried(lambda: address_of(settings))
     problems.refuse()
@@ -214,6 +216,22 @@ def _check_disk(settings: ServeSettings) -> None:
         raise SettingsError(f"kv_disk: cannot use {path}: {error.strerror}") from error
     except FolderError as error:
         raise SettingsError(f"kv_disk {error}") from error
+
+
+def _check_store(settings: ServeSettings) -> None:
+    """Raise SettingsError if the client of a networked store is absent; nothing connects."""
+    if settings.kv_store is None:
+        return
+    from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
+        NEEDS_CLIENT,
+        parse_store_url,
+    )
+
+    if find_spec("valkey") is None:
+        raise SettingsError(f"kv_store {NEEDS_CLIENT}")
+    ca_file = parse_store_url(settings.kv_store).ca_file
+    if ca_file is not None and not ca_file.is_file():
+        raise SettingsError(f"kv_store: ssl_ca_certs must be a file, got {ca_file}")
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:
@@ -265,6 +283,11 @@ def key_warnings(settings: ServeSettings, flags: Mapping[str, Any]) -> list[str]
         found.append(
             "warning: router_key is on the command line, which every user of this machine can "
             "read: use the variable ROPEWALK_ROUTER_KEY"
+        )
+    if "@" in str(flags.get("kv_store", "")):
+        found.append(
+            "warning: kv_store is on the command line with a password, which every user of this "
+            "machine can read: use the variable ROPEWALK_KV_STORE"
         )
     path = settings.api_key_file
     if path is not None and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:

@@ -7,6 +7,8 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
 from ropewalk.server.settings.load import ServeSettings
 
+_BELOW = ("kv_disk", "kv_store")  # settings of a tier of pages
+
 
 def planned_groups(
     settings: ServeSettings,
@@ -25,11 +27,17 @@ def planned_groups(
         return found
     if settings.kv_cache_dtype in FORMATS:
         return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
-    if settings.kv_disk is not None:
-        return None, "pages on disk hold all layers (kv_disk)"
+    below = below_cache(settings)
+    if below is not None:
+        return None, f"pages below the cache hold all layers ({below})"
     if has_states:
         return None, "its other layers keep states"
     return found
+
+
+def below_cache(settings: ServeSettings) -> str | None:
+    """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+    return next((name for name in _BELOW if getattr(settings, name) is not None), None)
 
 
 def padded(token_bytes: int, groups: PageGroups | None) -> int:

@@ -171,14 +171,18 @@ def _groups(
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
     """Raise SettingsError if the model's cache can have no tier on disk."""
-    if settings.kv_disk is None:
+    if settings.kv_disk is None and settings.kv_store is None:
         return
+    # The address of a store may hold a password.
+    name, given = ("kv_disk", f", got {settings.kv_disk}")
+    if settings.kv_store is not None:
+        name, given = "kv_store", ""
     if facts.memory is None:
-        raise SettingsError(f"kv_disk needs the model on a CPU, got {settings.kv_disk}")
+        raise SettingsError(f"{name} needs the model on a CPU{given}")
     if facts.slot_bytes:
         raise SettingsError(
-            "kv_disk is for models whose layers all keep keys and values; this model has layers "
-            f"that keep a state, which no page holds, got {settings.kv_disk}"
+            f"{name} is for models whose layers all keep keys and values; this model has layers "
+            f"that keep a state, which no page holds{given}"
         )
 
 

@@ -23,9 +23,13 @@ class PageFormat:
 
     def record_bytes(self, layer: LayerShape, page_size: int) -> int:
         """Return the bytes of one page of one key head."""
+        return -(-self.parameter_bytes(layer, page_size)[1] // _LINE) * _LINE
+
+    def parameter_bytes(self, layer: LayerShape, page_size: int) -> tuple[int, int]:
+        """Return where the parameters of a record begin and end; its codes are before them."""
         bits = layer.key_dim * self.key_bits + layer.value_dim * self.value_bits
-        parameters = _PARAMETER_BYTES * (layer.key_dim + page_size)
-        return -(-(page_size * bits // 8 + parameters) // _LINE) * _LINE
+        first = page_size * bits // 8
+        return first, first + _PARAMETER_BYTES * (layer.key_dim + page_size)
 
     def page_bytes(self, layers: Mapping[int, LayerShape], page_size: int) -> int:
         """Return the bytes of one sealed page over all layers."""

@@ -1,20 +1,30 @@
 """Build the tier of an engine from its checkpoint, limits and cache."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.finite import (
+    IsFinite,
+    Records,
+    plain_check,
+    sealed_check,
+)
 from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
 from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
-from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP
+from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP, FolderStore
 from ropewalk.model_runtime.engine.kv_disk.page_file import VERSION, PageFormat
+from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Reader
+from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT, parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.errors import ModelError
@@ -34,24 +44,52 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
 
     Raises ModelError if the cache cannot have one.
     """
-    path, gib = config.kv_disk, config.kv_disk_gib
-    assert path is not None
-    assert gib is not None
+    name = config.tier_setting
     if checkpoint.device.type != "cpu":
-        raise ModelError(f"kv_disk needs the model on a CPU, and it is on {checkpoint.device}")
+        raise ModelError(f"{name} needs the model on a CPU, and it is on {checkpoint.device}")
     if checkpoint.states:
         raise ModelError(
-            "kv_disk serves models whose layers all keep keys and values, and this one has "
+            f"{name} serves models whose layers all keep keys and values, and this one has "
             "layers that keep a state, which pages of a prefix do not hold"
         )
     if checkpoint.source is None or not checkpoint.versions:
-        raise ModelError("kv_disk needs the files of the weights, and the model has none")
+        raise ModelError(f"{name} needs the files of the weights, and the model has none")
+    memory = PageMemory(store.page_memory())
+    form = _unnamed(checkpoint, config, store, memory)
+    files = WeightFiles(checkpoint.source, checkpoint.versions)
+
+    def make_format() -> PageFormat:
+        facts = _facts(checkpoint, config, store)
+        # A store on the network has no place for the hashes of files.
+        content = files.content(known_in=config.kv_disk)
+        return replace(form, identity=identity_of({**facts, "weights": content}))
+
+    place, open_store = (
+        _folder(config, form, make_format)
+        if config.kv_store is None
+        else _networked(config.kv_store, make_format)
+    )
+    counting = Counting()
+    to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
+    writer = Writer(place, open_store, _check_of(checkpoint, config), to_write, counting)
+    reader = Reader(to_read, counting, lambda key: writer.delete([key]))
+    return DiskTier(memory, writer, reader, counting)
+
+
+_Opening = tuple[str, Callable[[], PageStore]]  # the name of a place, and how it is opened
+
+
+def _folder(
+    config: EngineConfig, form: PageFormat, make_format: Callable[[], PageFormat]
+) -> _Opening:
+    """Return the folder of kv_disk. Raises ModelError if it cannot be used, or is too small."""
+    path, gib = config.kv_disk, config.kv_disk_gib
+    assert path is not None
+    assert gib is not None
     try:
         os.close(open_root(path, create=True))
     except FolderError as error:
         raise ModelError(f"kv_disk {error}") from error
-    memory = PageMemory(store.page_memory())
-    form = _unnamed(checkpoint, config, store, memory)
     cap_bytes = int(gib * 2**30)
     least = SMALLEST_CAP * form.file_bytes
     if cap_bytes < least:
@@ -59,18 +97,36 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
             f"kv_disk_gib must be >= {least / 2**30:.3g}, for {SMALLEST_CAP} pages of "
             f"{size_text(form.file_bytes)}, got {gib:g}"
         )
-    files = WeightFiles(checkpoint.source, checkpoint.versions)
+    return str(path), lambda: FolderStore(path, make_format(), cap_bytes)
 
-    def make_format() -> PageFormat:
-        facts = _facts(checkpoint, config, store)
-        content = files.content(known_in=path)
-        return replace(form, identity=identity_of({**facts, "weights": content}))
 
-    counting = Counting()
-    to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
-    writer = Writer(path, cap_bytes, make_format, to_write, counting)
-    reader = Reader(to_read, counting, lambda key: writer.delete([key]))
-    return DiskTier(memory, writer, reader, counting)
+def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
+    """Return the store of kv_store; nothing connects yet. Raises ModelError without its client."""
+    try:
+        from ropewalk.model_runtime.engine.kv_disk.valkey_store import (  # noqa: PLC0415  # an extra
+            ValkeyStore,
+        )
+    except ImportError as error:
+        raise ModelError(f"kv_store {NEEDS_CLIENT}") from error
+    url = parse_store_url(text)
+    return url.shown, lambda: ValkeyStore(url, make_format())
+
+
+def _check_of(checkpoint: Checkpoint, config: EngineConfig) -> IsFinite:
+    """Return the check that a page's numbers are finite."""
+    if config.kv_cache_dtype == EXACT:
+        return plain_check(_name(checkpoint.dtype))
+    form, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
+    return sealed_check(
+        [
+            Records(
+                layers[index].num_key_heads,
+                form.record_bytes(layers[index], page_size),
+                *form.parameter_bytes(layers[index], page_size),
+            )
+            for index in sorted(layers)
+        ]
+    )
 
 
 def _buffers(memory: PageMemory, most_bytes: int) -> Buffers:
@@ -85,7 +141,7 @@ def _unnamed(
         bytes(32),
         config.page_size,
         len(checkpoint.plans),
-        _name(store.dtype),
+        _name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
         store.row_keys,
         memory.num_bytes,
     )
@@ -101,7 +157,7 @@ def _facts(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> dict
     return {
         "version": VERSION,
         "dtype": _name(checkpoint.dtype),
-        "cache": _name(store.dtype),
+        "kv_cache_dtype": config.kv_cache_dtype,
         "page_size": config.page_size,
         "keys_by_token": store.row_keys,
         "layers": [

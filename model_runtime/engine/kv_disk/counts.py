@@ -28,6 +28,7 @@ class TierCounts:
     write_s: float = 0.0
     num_bytes: int = 0  # of all files, as of the last sweep and what was written since
     is_paused: bool = False  # of writes or of reads
+    place: str | None = None  # equal for those who share its pages; None: it is not known
 
 
 class Counting:
@@ -67,10 +68,12 @@ class Counting:
             self._has_news = True
             self._counts.num_bytes += num_bytes
 
-    def holds(self, num_bytes: int) -> None:
+    def holds(self, num_bytes: int, place: str) -> None:
+        """Note what a look has found."""
         with self._lock:
             self._has_news = True
             self._counts.num_bytes = num_bytes
+            self._counts.place = place
 
     def take(self, *, is_paused: bool) -> TierCounts | None:
         """Return the counts since the last call; None if there are none."""
@@ -78,7 +81,7 @@ class Counting:
             taken = self._counts
             if not self._has_news and is_paused == self._was_paused:
                 return None
-            self._counts = TierCounts(num_bytes=taken.num_bytes)
+            self._counts = TierCounts(num_bytes=taken.num_bytes, place=taken.place)
             self._has_news, self._was_paused = False, is_paused
         taken.is_paused = is_paused
         return taken
@@ -91,6 +94,7 @@ class Pause:
         self._what = what
         self._until = 0.0
         self._next_s = _FIRST_PAUSE_S
+        self._lock = threading.Lock()
 
     @property
     def is_on(self) -> bool:
@@ -98,11 +102,12 @@ class Pause:
 
     def begin(self, reason: str) -> None:
         """Pause from now on, and say so in one line. No effect during a pause."""
-        if self.is_on:
-            return
-        _log.warning("kv_disk_paused", what=self._what, reason=reason, seconds=round(self._next_s))
-        self._until = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+        with self._lock:
+            if self.is_on:
+                return
+            seconds, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_PAUSE_S)
+            self._until = time.monotonic() + seconds
+        _log.warning("kv_disk_paused", what=self._what, reason=reason, seconds=round(seconds))
 
     def ended_well(self) -> None:
         """Record a success, after which a pause is short again."""

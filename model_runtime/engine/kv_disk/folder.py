@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,21 @@ from ropewalk.model_runtime.engine.kv_disk.page_file import (
     read_page,
     write_page,
 )
+from ropewalk.model_runtime.engine.kv_disk.page_store import StoreError
 
 PAGES = "v1"  # the folder of all pages, by the version of the layout
-_IDENTITY_DIGITS = 32
+IDENTITY_DIGITS = 32
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A FIFO in place of a file must not wait for its other end.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PAGE_NAME = re.compile("[0-9a-f]{64}")
+_NAME = ".place"  # of the folder itself
+_NAME_BYTES = 16
 _PART_NAME = re.compile(r"\.[0-9a-f]{16}")
 
 
-class FolderError(Exception):
+class FolderError(StoreError):
     """A folder that cannot hold pages; the message is the end of a sentence about it."""
 
 
@@ -67,6 +70,31 @@ def open_root(path: Path, *, create: bool) -> int:
         os.close(root)
         raise FolderError(problem)
     return root
+
+
+def own_name(root: int) -> str:
+    """Return the name of an open folder, which is made at random at first. Raises OSError.
+
+    Two that make it at once may differ until they ask again.
+    """
+    with suppress(FileNotFoundError):
+        return _read_name(root)
+    part = f"{_NAME}.{secrets.token_hex(8)}"
+    file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=root)
+    try:
+        os.write(file, secrets.token_bytes(_NAME_BYTES))
+    finally:
+        os.close(file)
+    os.rename(part, _NAME, src_dir_fd=root, dst_dir_fd=root)
+    return _read_name(root)
+
+
+def _read_name(root: int) -> str:
+    file = os.open(_NAME, _READ_FLAGS, dir_fd=root)
+    try:
+        return os.read(file, _NAME_BYTES).hex()
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +136,7 @@ class PageFolder:
         """Open the folder. Raises FolderError or OSError."""
         self.path = path
         self.form = form
-        self._shelves = f"{PAGES}/{form.identity.hex()[:_IDENTITY_DIGITS]}"
+        self._shelves = f"{PAGES}/{form.identity.hex()[:IDENTITY_DIGITS]}"
         self.root = open_root(path, create=True)
         self._make_shelves()
 
@@ -150,8 +178,8 @@ class PageFolder:
             raise BadPageError("foreign" if is_link else "unreadable") from error
         return True
 
-    def write(self, key: bytes, page: memoryview) -> None:
-        """Write a page under its key. Raises OSError."""
+    def write(self, key: bytes, page: memoryview, depth: int = 0) -> None:
+        """Write a page under its key; `depth` pages are before it. Raises OSError."""
         with self._shelf(key, create=True) as shelf:
             part = f".{secrets.token_hex(8)}"
             file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=shelf)
@@ -165,21 +193,24 @@ class PageFolder:
                 with suppress(OSError):
                     os.unlink(part, dir_fd=shelf)
                 raise
+        self.touch([(key, depth)])
 
-    def discard(self, key: bytes) -> None:
-        """Delete the file of a key, or the link in its place, if there is one."""
-        with suppress(OSError), self._shelf(key) as shelf:
-            os.unlink(key.hex(), dir_fd=shelf)
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Delete the files of these keys, or the links in their place, if there are any."""
+        for key in keys:
+            with suppress(OSError), self._shelf(key) as shelf:
+                os.unlink(key.hex(), dir_fd=shelf)
 
-    def touch(self, key: bytes, depth: int) -> None:
-        """Record that a page was used now.
+    def touch(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Record that pages, each with its depth, were used now.
 
-        Each of the `depth` pages before it makes it a second older, so the last pages of a prefix
-        are deleted before the first ones, without which they are of no use.
+        Each of the `depth` pages before it makes a page a second older. So the last pages of a
+        prefix are deleted before the first ones, without which they are of no use.
         """
-        used_s = time.time() - depth
-        with suppress(OSError), self._shelf(key) as shelf:
-            os.utime(key.hex(), (used_s, used_s), dir_fd=shelf, follow_symlinks=False)
+        for key, depth in pages:
+            used_s = time.time() - depth
+            with suppress(OSError), self._shelf(key) as shelf:
+                os.utime(key.hex(), (used_s, used_s), dir_fd=shelf, follow_symlinks=False)
 
     def _path(self, key: bytes) -> str:
         return f"{self._shelves}/{key.hex()[:2]}/{key.hex()}"

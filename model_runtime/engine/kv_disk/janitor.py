@@ -8,9 +8,12 @@ import fcntl
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
-from ropewalk.model_runtime.engine.kv_disk.folder import entries
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder, entries, own_name
+from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.page_store import Room
 
 _LOCK = ".janitor"
 _PART_S = 600.0  # a temporary file of this age has no writer
@@ -70,3 +73,21 @@ def _swept(root: int, most_bytes: int) -> Swept:
         else:
             num_pages += not each.is_part
     return Swept(total, num_pages, num_evicted, num_bytes_evicted)
+
+
+class FolderStore(PageFolder):
+    """A folder of page files, and its janitor."""
+
+    def __init__(self, path: Path, form: PageFormat, cap_bytes: int) -> None:
+        """Open the folder. Raises FolderError or OSError."""
+        super().__init__(path, form)
+        self._cap_bytes = cap_bytes
+
+    def look(self) -> Room | None:
+        """Sweep. Returns None if another process does. Raises OSError."""
+        swept = sweep(self.root, self._cap_bytes)
+        if swept is None:
+            return None
+        free = self._cap_bytes - swept.num_bytes
+        left = min(allowance(self._cap_bytes, self.form.file_bytes), free)
+        return Room(left, swept.num_bytes, swept.num_evicted, own_name(self.root))

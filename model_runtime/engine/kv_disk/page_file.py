@@ -23,12 +23,13 @@ _MAGIC = b"RWKVPAGE"
 _FIELDS = struct.Struct("<8sHHI32s32sIIIQI")
 _SUM = struct.Struct("<I")
 _KEYS_BY_TOKEN = 1  # flag: the numbers of one key lie together, else those of one dimension
-# Cached numbers as they are. Formats of few bits get numbers of their own.
-NUMBER_FORMATS = {"float32": 1, "bfloat16": 2, "float16": 3}
+# Cached numbers as they are, then sealed pages by their format.
+NUMBER_FORMATS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4, "k8v4": 5, "int4": 6}
 
 # Why a file is not used. `unreadable`: the system did not read it, which says nothing about its
-# content. `slow`: it had not been read when its deadline passed.
-Reason = Literal["truncated", "checksum", "foreign", "unreadable", "slow"]
+# content. `unreachable`: a store on the network gave no answer, or an error. `slow`: its deadline
+# passed before it had been read.
+Reason = Literal["truncated", "checksum", "foreign", "unreadable", "unreachable", "slow"]
 
 
 class BadPageError(Exception):
@@ -91,14 +92,38 @@ def read_page(file: int, form: PageFormat, key: bytes, into: memoryview) -> None
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
         raise BadPageError("foreign")
-    if facts.st_size != form.file_bytes:
-        raise BadPageError("truncated" if facts.st_size < form.file_bytes else "foreign")
+    _check_size(facts.st_size, form)
     header = bytearray(HEADER_BYTES)
     _read_all(file, [memoryview(header), into])
+    _check(bytes(header), form, key, into)
+
+
+def page_content(form: PageFormat, key: bytes, page: memoryview) -> bytes:
+    """Return what the file of a page holds."""
+    return b"".join((form.header(key, zlib.crc32(page)), page))
+
+
+def take_page(content: memoryview, form: PageFormat, key: bytes, into: memoryview) -> None:
+    """Copy the page out of what its file holds. Raises BadPageError.
+
+    The content of `into` is undefined after an error.
+    """
+    _check_size(len(content), form)
+    into[:] = content[HEADER_BYTES:]
+    _check(bytes(content[:HEADER_BYTES]), form, key, into)
+
+
+def _check_size(num_bytes: int, form: PageFormat) -> None:
+    if num_bytes != form.file_bytes:
+        raise BadPageError("truncated" if num_bytes < form.file_bytes else "foreign")
+
+
+def _check(header: bytes, form: PageFormat, key: bytes, page: memoryview) -> None:
+    """Raise BadPageError if a page is not what its header says, or the header is another's."""
     (checksum,) = struct.unpack_from("<I", header, _FIELDS.size - 4)
-    if bytes(header) != form.header(key, checksum):
+    if header != form.header(key, checksum):
         raise BadPageError("foreign")
-    if zlib.crc32(into) != checksum:
+    if zlib.crc32(page) != checksum:
         raise BadPageError("checksum")
 
 

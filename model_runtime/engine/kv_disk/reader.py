@@ -16,8 +16,8 @@ import structlog
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
 from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError
+from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 
 _NUM_THREADS = 2
 _LOOK_S = 0.1  # how often a thread that waits for memory looks whether its fetch was given up
@@ -61,7 +61,7 @@ class Reader:
         self._delete = delete
         self.pause = Pause("reads")
         self.page_s: float | None = None  # None: no page was read yet
-        self._fetches: queue.SimpleQueue[tuple[PageFolder, Fetch] | None] = queue.SimpleQueue()
+        self._fetches: queue.SimpleQueue[tuple[PageStore, Fetch] | None] = queue.SimpleQueue()
         self._read_now: list[Fetch | None] = [None] * _NUM_THREADS  # by each thread
         self._wake: Callable[[], None] = lambda: None
 
@@ -78,8 +78,8 @@ class Reader:
         for _ in range(_NUM_THREADS):
             self._fetches.put(None)
 
-    def submit(self, folder: PageFolder, fetch: Fetch) -> None:
-        self._fetches.put((folder, fetch))
+    def submit(self, store: PageStore, fetch: Fetch) -> None:
+        self._fetches.put((store, fetch))
 
     def is_usable(self, now: float) -> bool:
         """Return whether a read may begin; pause again if every thread still hangs in one."""
@@ -118,10 +118,10 @@ class Reader:
 
     def _run(self, number: int) -> None:
         while (item := self._fetches.get()) is not None:
-            folder, fetch = item
+            store, fetch = item
             self._read_now[number] = fetch
             try:
-                self._read(folder, fetch)
+                self._read(store, fetch)
             except Exception:  # noqa: BLE001  # a sequence waits for the end of it
                 _log.exception("kv_disk_read_failed")
             finally:
@@ -130,14 +130,14 @@ class Reader:
                 fetch.answered.set()
                 self._wake()
 
-    def _read(self, folder: PageFolder, fetch: Fetch) -> None:
+    def _read(self, store: PageStore, fetch: Fetch) -> None:
         for key in fetch.keys:
             buffer = None
             while buffer is None and not fetch.is_given_up:
                 buffer = self.buffers.take(_LOOK_S)
             if buffer is None:
                 break
-            if fetch.is_given_up or not self._read_page(folder, fetch, key, buffer):
+            if fetch.is_given_up or not self._read_page(store, fetch, key, buffer):
                 self.buffers.give(buffer)
                 break
             fetch.arrived.append(buffer)
@@ -146,14 +146,16 @@ class Reader:
             fetch.answered.set()
             self._wake()
 
-    def _read_page(self, folder: PageFolder, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
+    def _read_page(self, store: PageStore, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
         began = fetch.reading_since = time.monotonic()
         try:
-            if not folder.read(key, buffer.data):
+            if not store.read(key, buffer.data):
                 return False
         except BadPageError as error:
             self._counting.bad(error.reason)
-            if error.reason != "unreadable":  # else another read may find it whole
+            if error.reason == "unreachable":
+                self.pause.begin(str(error.__cause__))
+            elif error.reason != "unreadable":  # else another read may find it whole
                 self._delete(key)
             return False
         finally:

@@ -75,7 +75,7 @@ class DiskTier:
     # Writes
 
     def used(self, keys: list[Key]) -> None:
-        """Let the folder know that a sequence starts with these pages, its first ones."""
+        """Let the store know that a sequence starts with these pages, its first ones."""
         if not self._writer.is_off:
             self._writer.used(keys)
 
@@ -101,7 +101,7 @@ class DiskTier:
 
     def _copy_first(self) -> bool:
         """Copy the page that was noted first; return False if there is no memory for it."""
-        if self._writer.folder is None:
+        if self._writer.store is None:
             return False
         key, depth = self._noted[0]
         page = self._pages.index.page_of(key)
@@ -141,8 +141,8 @@ class DiskTier:
         A read holds the pages that its sequence will start with.
         """
         missing = keys[len(found) :]
-        folder = self._writer.folder
-        if not missing or folder is None or sequence.not_on_disk == missing[0]:
+        store = self._writer.store
+        if not missing or store is None or sequence.not_on_disk == missing[0]:
             return False
         if any(missing[0] in fetch.keys for fetch in self._fetches.values()):
             return True
@@ -158,7 +158,7 @@ class DiskTier:
         pool.share(found)
         fetch = Fetch(missing, now + most_s, list(found), len(found), pool.allocate(num_new))
         self._fetches[sequence] = fetch
-        self._reader.submit(folder, fetch)
+        self._reader.submit(store, fetch)
         fetch.answered.wait(_LOOKUP_S)
         if fetch.is_done and not fetch.arrived:
             self._end(sequence, fetch)
@@ -253,7 +253,7 @@ class DiskTier:
         deadline = time.monotonic() + timeout_s
         for sequence, fetch in list(self._fetches.items()):
             self._end(sequence, fetch)
-        while self._noted and self._writer.folder is not None and time.monotonic() < deadline:
+        while self._noted and self._writer.store is not None and time.monotonic() < deadline:
             self.stepped(is_busy=False)
             time.sleep(0.005)
         self._reader.stop()

@@ -1,8 +1,9 @@
-"""The thread that opens the folder, then writes copies of pages and keeps the folder's size.
+"""The thread that opens the store, then writes copies of pages and keeps the store's size.
 
-A page is written only if all of its numbers are finite, so no file can spread a NaN.
+A page is written only if all of its numbers are finite, so no stored page can spread a NaN.
 """
 
+import hashlib
 import os
 import queue
 import sys
@@ -11,25 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import structlog
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
-from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, PageFolder
-from ropewalk.model_runtime.engine.kv_disk.janitor import allowance, sweep
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.finite import IsFinite
+from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, StoreError
 
-_SWEEP_S = 600.0
+_LOOK_S = 600.0
 _LOWEST_PRIORITY = 19
 _TOUCH_S = 60.0  # a page in use is touched once in this time
 _MOST_USED = 256  # prefixes to be touched; of more, as behind a disk that hangs, the oldest are not
 _MOST_TOUCHED = 1 << 16  # pages whose last touch is known
-# The bits of an exponent; a number that has them all is an infinity or no number.
-_EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+_TOUCHED_AT_ONCE = 16  # pages, between two writes
 
 _log = structlog.get_logger(__name__)
 
@@ -43,36 +40,41 @@ class Copied(NamedTuple):
 
 
 class Writer:
-    """The thread, its queue, and the folder once it is open."""
+    """The thread, its queue, and the store once it is open."""
 
     def __init__(
         self,
-        path: Path,
-        cap_bytes: int,
-        make_format: Callable[[], PageFormat],
+        place: str,
+        open_store: Callable[[], PageStore],
+        is_finite: IsFinite,
         buffers: Buffers,
         counting: Counting,
     ) -> None:
-        """Prepare. `make_format` may take long, because it hashes weights; it may raise OSError."""
-        self._path = path
-        self._cap_bytes = cap_bytes
-        self._make_format = make_format
+        """Prepare.
+
+        `place` names the store in the log. `open_store` may take long, because it hashes weights;
+        it may raise OSError or StoreError.
+        """
+        self._place = place
+        self._open_store = open_store
+        self._is_finite = is_finite
         self.buffers = buffers
         self._counting = counting
         self.pause = Pause("writes")
-        self.folder: PageFolder | None = None  # None: it is not open yet
+        self.store: PageStore | None = None  # None: it is not open yet
         self.is_off = False  # it could not be opened
         self._queue: queue.SimpleQueue[Copied | list[bytes] | None] = queue.SimpleQueue()
         self._used: deque[list[bytes]] = deque(maxlen=_MOST_USED)
+        self._to_touch: list[tuple[int, bytes]] = []  # depth and key, of one prefix, last one first
         self._touched: dict[bytes, float] = {}  # when, of pages in use
-        self._left_bytes = 0  # that may be written before the next sweep
-        self._swept_s = 0.0
+        self._left_bytes = 0  # that may be written before the next look
+        self._looked_s = 0.0
         self._reopens = False  # after a pause, because another disk may be mounted there
         self._wake: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Start the thread; it calls `wake` when the folder is open, and after each write."""
+        """Start the thread; it calls `wake` when the store is open, and after each write."""
         self._wake = wake
         self._thread.start()
 
@@ -83,10 +85,10 @@ class Writer:
         self._queue.put(keys)
 
     def used(self, keys: list[bytes]) -> None:
-        """Let the janitor know, soon, that the pages of a prefix are in use."""
+        """Let the store know, soon, that the pages of a prefix are in use."""
         self._used.append(keys)
         if len(self._used) == 1:
-            self._queue.put([])  # wakes the thread; it takes all that are there
+            self._queue.put([])  # wakes the thread
 
     def stop(self, timeout_s: float) -> None:
         """Write what is queued, for so long at most, and end the thread."""
@@ -97,133 +99,146 @@ class Writer:
     def _run(self) -> None:
         try:
             if self._open():
-                self._serve()
+                _give_way()
+                while self._serve_next():
+                    pass
         except Exception:  # noqa: BLE001  # the engine goes on without it
             self.is_off = True
             _log.exception("kv_disk_writer_ended")
 
-    def _serve(self) -> None:
-        if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-            # Kernels compute on all cores, and each waits for the slowest of their threads.
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        while True:
-            try:
-                item = self._queue.get(timeout=_SWEEP_S)
-            except queue.Empty:
-                self._sweep_if_due()
-                continue
-            if item is None:
-                return
-            if isinstance(item, list):
-                self._delete(item)
-                self._touch_used()
-                continue
+    def _serve_next(self) -> bool:
+        """Do what is next in the queue, then touch a few pages; return False at its end.
+
+        A prefix in use may have hundreds of pages. No write waits until all of them are touched.
+        """
+        try:
+            item = self._queue.get(timeout=0 if self._used or self._to_touch else _LOOK_S)
+        except queue.Empty:
+            self._look_if_due()
+            item = []
+        if item is None:
+            return False
+        if isinstance(item, Copied):
             try:
                 self._write(item)
             finally:
                 self.buffers.give(item.buffer)
             self._wake()
+        else:
+            self._delete(item)
+        self._touch_some()
+        return True
 
     def _open(self) -> bool:
         began = time.monotonic()
         try:
-            form = self._make_format()
-            self.folder = PageFolder(self._path, form)
-        except (OSError, FolderError) as error:
+            self.store = self._open_store()
+        except (OSError, StoreError) as error:
             self.is_off = True
-            _log.warning("kv_disk_off", folder=str(self._path), reason=str(error))
+            _log.warning("kv_disk_off", place=self._place, reason=str(error))
             return False
-        identity = form.identity.hex()[:32]
+        identity = self.store.form.identity.hex()[:32]
         seconds = round(time.monotonic() - began, 2)
-        _log.info("kv_disk_open", folder=str(self._path), identity=identity, seconds=seconds)
-        self._sweep_if_due()
+        _log.info("kv_disk_open", place=self._place, identity=identity, seconds=seconds)
+        self._look_if_due()
         self._wake()
         return True
 
     def _write(self, copied: Copied) -> None:
-        folder = self.folder
-        assert folder is not None
-        if self.pause.is_on or not _is_finite(copied.buffer, folder.form.dtype):
+        store = self.store
+        assert store is not None
+        if self.pause.is_on or not self._is_finite(copied.buffer):
             self._counting.page("dropped")
-            return
-        if folder.has(copied.key):
             return
         began = time.monotonic()
         try:
+            if store.has(copied.key):
+                return
             if self._reopens:
-                folder.reopen()
+                store.reopen()
                 self._reopens = False
-            if not self._may_write(folder):
+            if not self._may_write(store):
                 self._counting.page("dropped")
                 return
-            folder.write(copied.key, copied.buffer.data)
-            self._touch(folder, copied.key, copied.depth)
-        except (OSError, FolderError) as error:
+            store.write(copied.key, copied.buffer.data, copied.depth)
+        except (OSError, StoreError) as error:
             self._counting.page("dropped")
             self._pause(error)
             return
+        self._touched[copied.key] = time.monotonic()
         self.pause.ended_well()
-        self._left_bytes -= folder.form.file_bytes
+        self._left_bytes -= store.form.file_bytes
         self._counting.page("written")
-        self._counting.grew(folder.form.file_bytes)
+        self._counting.grew(store.form.file_bytes)
         self._counting.spent(write_s=time.monotonic() - began)
 
-    def _touch(self, folder: PageFolder, key: bytes, depth: int) -> None:
-        folder.touch(key, depth)
-        self._touched[key] = time.monotonic()
-
-    def _touch_used(self) -> None:
-        """Touch the pages in use that were not touched of late."""
-        folder = self.folder
-        while self._used:
-            keys = self._used.popleft()
-            if folder is None or self.pause.is_on:
+    def _touch_some(self) -> None:
+        """Touch a few of the pages in use that were not touched of late."""
+        store = self.store
+        if store is None or self.pause.is_on:
+            self._used.clear()
+            self._to_touch.clear()
+            return
+        now = time.monotonic()
+        before = now - _TOUCH_S
+        if len(self._touched) > _MOST_TOUCHED:
+            self._touched = {key: at for key, at in self._touched.items() if at > before}
+        due: list[tuple[bytes, int]] = []
+        while len(due) < _TOUCHED_AT_ONCE and (self._to_touch or self._used):
+            if not self._to_touch:
+                self._to_touch = list(enumerate(self._used.popleft()))[::-1]
                 continue
-            before = time.monotonic() - _TOUCH_S
-            if len(self._touched) > _MOST_TOUCHED:
-                self._touched = {key: at for key, at in self._touched.items() if at > before}
-            for depth, key in enumerate(keys):
-                if self._touched.get(key, before) <= before:
-                    self._touch(folder, key, depth)
-
-    def _may_write(self, folder: PageFolder) -> bool:
-        """Return whether a page may be written; sweep if this process has used its allowance."""
-        if self._left_bytes < folder.form.file_bytes:
-            self._sweep_if_due(is_due=True)
-        return self._left_bytes >= folder.form.file_bytes
-
-    def _sweep_if_due(self, *, is_due: bool = False) -> None:
-        folder = self.folder
-        if folder is None or not (is_due or time.monotonic() > self._swept_s + _SWEEP_S):
+            depth, key = self._to_touch.pop()
+            if self._touched.get(key, before) <= before:
+                due.append((key, depth))
+                self._touched[key] = now
+        if not due:
             return
         try:
-            swept = sweep(folder.root, self._cap_bytes)
-        except OSError as error:
+            store.touch(due)
+        except StoreError as error:
+            self._pause(error)
+
+    def _may_write(self, store: PageStore) -> bool:
+        """Return whether a page may be written; look if this process has used its allowance."""
+        if self._left_bytes < store.form.file_bytes:
+            self._look_if_due(is_due=True)
+        return self._left_bytes >= store.form.file_bytes
+
+    def _look_if_due(self, *, is_due: bool = False) -> None:
+        store = self.store
+        if store is None or not (is_due or time.monotonic() > self._looked_s + _LOOK_S):
+            return
+        try:
+            room = store.look()
+        except (OSError, StoreError) as error:
             self._pause(error)
             return
-        if swept is None:  # another process sweeps; until then nothing is written
+        if room is None:  # another process makes room; until then nothing is written
             return
-        self._swept_s = time.monotonic()
-        room = self._cap_bytes - swept.num_bytes
-        self._left_bytes = min(allowance(self._cap_bytes, folder.form.file_bytes), room)
-        self._counting.holds(swept.num_bytes)
-        self._counting.page("evicted", swept.num_evicted)
+        self._looked_s = time.monotonic()
+        self._left_bytes = room.left_bytes
+        # Servers of another identity use the same place, and not the same pages.
+        place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
+        self._counting.holds(room.num_bytes, place)
+        self._counting.page("evicted", room.num_evicted)
 
     def _pause(self, error: Exception) -> None:
         self._reopens = True
         self.pause.begin(getattr(error, "strerror", None) or str(error))
 
     def _delete(self, keys: list[bytes]) -> None:
-        if self.folder is not None:
-            for key in keys:
-                self.folder.discard(key)
+        if self.store is None or not keys:
+            return
+        try:
+            self.store.discard(keys)
+        except StoreError as error:
+            self._pause(error)
 
 
-def _is_finite(page: Bytes, dtype: str) -> bool:
-    """Return whether all numbers of a page are finite."""
-    if dtype == "float32" and np.isfinite(np.add.reduce(page.view(np.float32))):
-        return True  # a sum has no such number if no summand has; a finite sum may overflow
-    exponent = _EXPONENTS[dtype]
-    bits = page.view(np.uint32) if dtype == "float32" else page.view(np.uint16)
-    return not bool(np.any((bits & bits.dtype.type(exponent)) == exponent))
+def _give_way() -> None:
+    """Give the thread the lowest priority, where threads have one of their own."""
+    if sys.platform == "linux":
+        # Kernels compute on all cores, and each waits for the slowest of their threads.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -245,3 +245,36 @@ def test_loads_return_to_zero_and_memories_keep_their_bound(
         choice.ended(f"{number}")
     assert [choice.load(each) for each in "abc"] == [(0, 0)] * 3
     assert choice.num_open == 0
+
+
+def test_pages_in_a_shared_place_are_cheap_for_all_who_share_it() -> None:
+    """A small queue sends the prompt to the other who can read it, and to none who cannot."""
+    choice, asked = ReplicaChoice(), prompt_of(1, 40)
+    pages = dict.fromkeys("abc", 400)
+    choice.update(pages, {"a": "place", "b": "place", "c": "another"})
+    assert choice.routed("first", asked, "a") == 0
+    choice.ended("first")
+    tail, whole = 5, 40 * PAGE_SIZE
+    assert [choice.cost(asked, each) for each in "abc"] == [tail, tail + whole / 10, tail + whole]
+    for number in range(1 + int(whole / 10 / DECODE_WEIGHT)):
+        choice.routed(f"{number}", asked, "a")
+        choice.first_token(f"{number}")
+    assert choice.rank(asked, pages, "spilt") == ["b", "a", "c"]
+    assert choice.routed("spilt", asked, "b") == whole
+    assert choice.load("b") == (tail + whole // 10, 0)
+    choice.update({"c": 400})
+    choice.update(pages, {"a": "place", "b": "place"})
+    assert choice.cost(asked, "a") == tail + whole / 10  # a new one reads what others wrote
+    assert choice.cost(asked, "c") == tail + whole
+
+
+def test_an_evicted_page_is_cheap_if_a_shared_place_has_it() -> None:
+    """It is read again, and not computed."""
+    costs = []
+    for place in (None, "place"):
+        choice = ReplicaChoice()
+        choice.update({"full": 4}, {"full": place})
+        choice.routed("old", prompt_of(1, 4), "full")
+        choice.ended("old")
+        costs.append(choice.cost(prompt_of(2, 4), "full") - prompt_of(2, 4).num_tokens)
+    assert costs == pytest.approx([4 * PAGE_SIZE, 0.4 * PAGE_SIZE])

@@ -75,6 +75,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "scheduling_policy": "priority",
         "share_prefixes": True,
         "kv_cache_dtype": "int4",
+        "kv_store": "valkey://:secret@kv:7/1",
         "log_format": "json",
         "log_level": "warning",
         "traces": True,

@@ -1,7 +1,6 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,10 +110,6 @@ def test_open_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None
     [
         ({"page_size": "16"}, "page_size must be a multiple of 32 for kv_cache_dtype int8, got 16"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
-        (
-            {"kv_disk": "x", "kv_disk_gib": "1"},
-            "kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto or bfloat16, got",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings: dict[str, str], message: str) -> None:
@@ -123,15 +118,11 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, str], message:
         load_settings({**settings, "kv_cache_dtype": "int8"})
 
 
-@pytest.mark.parametrize("others", [{"kv_disk": Path("x"), "kv_disk_gib": 1.0}, {"make": _Ranks}])
-def test_an_engine_refuses_what_the_settings_refuse(
-    embedded: Checkpoint, others: dict[str, Any]
-) -> None:
+def test_an_engine_refuses_what_the_settings_refuse(embedded: Checkpoint) -> None:
     """Callers beside the server have no settings."""
-    make = others.pop("make", ModelRunner)
-    config = EngineConfig(kv_cache_tokens=256, max_model_len=128, kv_cache_dtype="int4", **others)
-    with pytest.raises(ModelError, match="int4 is for a model in one process without kv_disk"):
-        build_engine(embedded, config, make=make)
+    config = EngineConfig(kv_cache_tokens=256, max_model_len=128, kv_cache_dtype="int4")
+    with pytest.raises(ModelError, match="int4 is for a model in one process"):
+        build_engine(embedded, config, make=_Ranks)
 
 
 def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +215,6 @@ def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
     [
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
         ({"page_size": "16"}, None),
-        ({"kv_disk": "x", "kv_disk_gib": "1"}, None),
     ],
 )
 def test_bfloat16_goes_with_more_than_sealed_pages(

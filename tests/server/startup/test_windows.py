@@ -74,7 +74,10 @@ def test_a_cache_without_a_size_holds_every_sequence() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv_cache_dtype": "auto", "kv_disk": "disk"}, "pages on disk hold all layers (kv_disk)"),
+        (
+            {"kv_cache_dtype": "auto", "kv_disk": "disk"},
+            "pages below the cache hold all layers (kv_disk)",
+        ),
         ({}, "groups of layers alike would be 62, and at most 16 are served"),
     ],
 )

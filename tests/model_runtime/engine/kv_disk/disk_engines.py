@@ -63,18 +63,20 @@ def with_weights(checkpoint: Checkpoint, folder: Path, content: bytes = b"weight
 
 
 class Server:
-    """An engine over a folder; it can be stopped, as a server that ends."""
+    """An engine over a folder or a store; it can be stopped, as a server that ends."""
 
     def __init__(
-        self, engines: EngineFactory, checkpoint: Checkpoint, folder: Path, **config: Any
+        self, engines: EngineFactory, checkpoint: Checkpoint, place: Path | str, **config: Any
     ) -> None:
+        """`place` is a folder, or the address of a store."""
         self.disk = Disk()
-        limits = {"kv_disk": folder, "kv_disk_gib": 1.0, **config}
+        of_folder = {"kv_disk": place, "kv_disk_gib": 1.0}
+        limits = {**({"kv_store": place} if isinstance(place, str) else of_folder), **config}
         self.engine: Engine = engines.over(checkpoint, observer=self.disk, **limits)
         tier = self.engine._core._tier
         assert tier is not None
         self.tier = tier
-        wait_until(lambda: tier._writer.folder is not None or tier._writer.is_off)
+        wait_until(lambda: tier._writer.store is not None or tier._writer.is_off)
 
     def ask(self, request: Request) -> tuple[Result, int]:
         """Serve a request; return its result, and the prompt tokens that it found."""

@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, PageFolder, open_root
+from ropewalk.model_runtime.engine.kv_disk.folder import (
+    FolderError,
+    PageFolder,
+    open_root,
+    own_name,
+)
 from ropewalk.model_runtime.engine.kv_disk.janitor import sweep
 from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError, PageFormat
 from tests.model_runtime.engine.kv_disk.disk_engines import flip
@@ -85,7 +90,7 @@ def test_no_link_is_followed(folder: PageFolder, tmp_path: Path) -> None:
     path.symlink_to(other)
     with pytest.raises(BadPageError, match="foreign"):
         read(folder)
-    folder.discard(KEY)
+    folder.discard([KEY])
     assert not path.is_symlink()
     assert other.is_file()
     other_shelf = tmp_path / "shelf"
@@ -138,7 +143,7 @@ def test_a_sweep_deletes_the_oldest_pages_and_leaves_other_files(folder: PageFol
     keys = [bytes([number]) * 32 for number in range(40)]
     for depth, key in enumerate(keys):
         folder.write(key, PAGE.data)
-        folder.touch(key, depth)
+        folder.touch([(key, depth)])
     notes = path_of(folder).with_name("notes.txt")
     notes.write_text("mine")
     stale = path_of(folder).with_name("." + "0" * 16)
@@ -155,6 +160,15 @@ def test_a_sweep_deletes_the_oldest_pages_and_leaves_other_files(folder: PageFol
     assert notes.is_file()
     assert fresh.is_file()
     assert not stale.exists()
+
+
+def test_a_folder_has_a_name_of_its_own(folder: PageFolder, tmp_path: Path) -> None:
+    """All who open it are told the same one."""
+    other = PageFolder(tmp_path / "other", FORM)
+    name = own_name(folder.root)
+    assert len(name) == 32
+    assert own_name(PageFolder(folder.path, FORM).root) == name != own_name(other.root)
+    assert (folder.path / ".place").stat().st_mode & 0o777 == 0o600
 
 
 def test_one_process_sweeps_at_a_time(folder: PageFolder) -> None:

@@ -33,7 +33,7 @@ class Bench:
         reader = Reader(self.buffers, counting, lambda _: None)
         writer: Any = SimpleNamespace(
             is_off=False,
-            folder=object(),
+            store=object(),
             pause=SimpleNamespace(is_on=False),
             used=lambda _: None,
         )
@@ -41,17 +41,18 @@ class Bench:
         self.tier._pages = self.scheduler.pages
         self.scheduler.pages.tier = self.tier
 
-    def add(self, num_tokens: int, salt: str = "") -> Sequence:
+    def add(self, num_tokens: int, salt: str = "", priority: int = 0) -> Sequence:
         """Queue a prompt."""
         placement = DEPLOYMENT.place(RopeRequest(), num_tokens, 4)
         sampling = SamplingParams(max_tokens=4)
-        sequence = Sequence(Request("r", (0,) * num_tokens, sampling, placement, salt))
+        asked = Request("r", (0,) * num_tokens, sampling, placement, salt, priority=priority)
+        sequence = Sequence(asked)
         self.scheduler.add(sequence)
         return sequence
 
-    def fetch(self, num_tokens: int, salt: str = "") -> tuple[Sequence, Fetch]:
+    def fetch(self, num_tokens: int, salt: str = "", priority: int = 0) -> tuple[Sequence, Fetch]:
         """Queue a prompt, and begin to read its pages."""
-        sequence = self.add(num_tokens, salt)
+        sequence = self.add(num_tokens, salt, priority)
         self.scheduler.schedule()
         return sequence, self.tier._fetches[sequence]
 
@@ -79,7 +80,7 @@ def test_a_read_holds_all_pages_of_its_prompt_and_none_twice() -> None:
     pool = bench.scheduler.pool
     assert pool.num_used == 6
     large, small = bench.add(5 * PAGE, "large"), bench.add(4 * PAGE - 1, "small")
-    bench.tier._writer.folder = None  # these are not looked for
+    bench.tier._writer.store = None  # these are not looked for
     bench.run()
     assert not large.is_running
     assert not small.is_running  # it is behind the one that does not fit
@@ -108,9 +109,9 @@ def test_a_running_sequence_that_needs_a_page_ends_a_read_and_nobody_is_preempte
     """What had arrived stays cached."""
     bench = Bench()
     running = bench.add(4 * PAGE - 1, "running")
-    bench.tier._writer.folder = None
+    bench.tier._writer.store = None
     bench.run()
-    bench.tier._writer.folder = object()  # type: ignore[assignment]
+    bench.tier._writer.store = object()  # type: ignore[assignment]
     _, fetch = bench.fetch(6 * PAGE)
     bench.arrive(fetch, 2)
     bench.run()
@@ -119,6 +120,26 @@ def test_a_running_sequence_that_needs_a_page_ends_a_read_and_nobody_is_preempte
     assert running.is_running
     assert bench.tier.num_awaited == 0
     assert fetch.is_given_up
+
+
+def test_the_read_of_the_last_priority_ends_first_and_none_before_the_one_that_needs_pages() -> (
+    None
+):
+    """Among equals the newest one ends, as in preemption."""
+    bench = Bench(kv_cache_tokens=20 * PAGE)
+    waiting = [
+        bench.fetch(4 * PAGE, str(number), priority=priority)[0]
+        for number, priority in enumerate((1, 2, 2, 0))
+    ]
+    ended = []
+    for _ in waiting:
+        before = set(bench.tier._fetches)
+        if bench.tier.end_last(waiting[0].rank):
+            ended += before - set(bench.tier._fetches)
+    assert ended == [waiting[2], waiting[1], waiting[0]]
+    assert set(bench.tier._fetches) == {waiting[3]}
+    assert bench.tier.end_last(waiting[3].rank)
+    assert not bench.tier.end_last(waiting[3].rank)
 
 
 def test_a_page_that_another_sequence_has_computed_gives_its_place_back() -> None:
@@ -139,7 +160,7 @@ def test_a_page_that_another_sequence_has_computed_gives_its_place_back() -> Non
 
 def test_pages_to_be_touched_wait_in_bounded_memory() -> None:
     """The disk may hang for hours while prefixes in memory are in use."""
-    writer = Writer(None, 1, lambda: None, Buffers(1, 1), Counting())  # type: ignore[arg-type, return-value]
+    writer = Writer("", lambda: None, lambda _: True, Buffers(1, 1), Counting())  # type: ignore[arg-type, return-value]
     for _ in range(1000):
         writer.used([b"key"])
     assert len(writer._used) <= 256

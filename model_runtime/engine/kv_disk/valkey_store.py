@@ -1,0 +1,131 @@
+"""Pages in Valkey, or in another server of its protocol.
+
+A value is the file of a page, byte for byte. Its key is `ropewalk:v1:<identity>:<key>` in hex, as a
+file's path has them. The server's `maxmemory` and its policy say how many pages there are and which
+go, so there is no janitor.
+
+The package `valkey` is imported here only.
+"""
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from valkey import Valkey
+from valkey.exceptions import ResponseError
+
+from ropewalk.model_runtime.engine.kv_disk.folder import IDENTITY_DIGITS, PAGES
+from ropewalk.model_runtime.engine.kv_disk.page_file import (
+    BadPageError,
+    PageFormat,
+    page_content,
+    take_page,
+)
+from ropewalk.model_runtime.engine.kv_disk.page_store import Room, StoreError
+from ropewalk.model_runtime.engine.kv_disk.store_url import StoreUrl
+
+_CONNECT_S = 2.0
+_ANSWER_S = 5.0  # until the next bytes; the tier gives a request up long before
+_OTHER_TYPE = "WRONGTYPE"
+_NAME = f"ropewalk:{PAGES}:name"  # of the store itself
+_NAME_BYTES = 16
+
+
+class ValkeyStore:
+    """The pages of one cache in a store that servers share."""
+
+    def __init__(self, url: StoreUrl, form: PageFormat) -> None:
+        """Prepare; the first command connects."""
+        self.form = form
+        self._own_name = secrets.token_bytes(_NAME_BYTES)
+        self._prefix = f"ropewalk:{PAGES}:{form.identity.hex()[:IDENTITY_DIGITS]}:"
+        tls: dict[str, Any] = {}
+        if url.is_tls:
+            ca_file = None if url.ca_file is None else str(url.ca_file)
+            tls = {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": ca_file}
+        self._client = Valkey(
+            host=url.host,
+            port=url.port,
+            db=url.database,
+            username=url.user,
+            password=url.password,
+            socket_connect_timeout=_CONNECT_S,
+            socket_timeout=_ANSWER_S,
+            **tls,
+        )
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a value of the right size has this key. Raises StoreError."""
+        try:
+            num_bytes: int = self._asked(lambda: self._client.strlen(self._name(key)))
+        except _OtherTypeError:
+            return False
+        return num_bytes == self.form.file_bytes
+
+    def read(self, key: bytes, into: memoryview) -> bool:
+        """Read a page; return False if there is none. Raises BadPageError.
+
+        One byte more than a page has is asked for. So a foreign value is found, whatever its size.
+        """
+        name, most = self._name(key), self.form.file_bytes
+        try:
+            content = self._asked(lambda: self._client.getrange(name, 0, most))
+        except _OtherTypeError as error:
+            raise BadPageError("foreign") from error
+        except StoreError as error:
+            raise BadPageError("unreachable") from error
+        if not content:
+            return False
+        take_page(memoryview(content), self.form, key, into)
+        return True
+
+    def write(self, key: bytes, page: memoryview, depth: int) -> None:  # noqa: ARG002  # a store's own order
+        """Write a page. Raises StoreError."""
+        content = page_content(self.form, key, page)
+        self._asked(lambda: self._client.set(self._name(key), content))
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Delete the values of these keys. Raises StoreError."""
+        names = [self._name(key) for key in keys]
+        if names:
+            self._asked(lambda: self._client.unlink(*names))
+
+    def touch(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Let the store know that pages are in use. Raises StoreError."""
+        names = [self._name(key) for key, _ in pages]
+        if names:
+            self._asked(lambda: self._client.touch(*names))
+
+    def look(self) -> Room:
+        """Return the memory that the store uses, for whomever. Raises StoreError."""
+        memory = self._asked(lambda: self._client.info("memory"))
+        # The store may have deleted it, so those who know it set it again.
+        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
+        self._own_name = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES - 1))
+        return Room(sys.maxsize, int(memory["used_memory"]), 0, self._own_name.hex())
+
+    def reopen(self) -> None:
+        """Do nothing: the next command connects."""
+
+    def _name(self, key: bytes) -> str:
+        return self._prefix + key.hex()
+
+    def _asked(self, command: Callable[[], Any]) -> Any:
+        """Return the answer of a command. Raises StoreError, whatever is wrong with it."""
+        try:
+            return command()
+        except ResponseError as error:
+            kind = _OtherTypeError if str(error).startswith(_OTHER_TYPE) else StoreError
+            raise kind(_told(error)) from error
+        except Exception as error:  # a server of another protocol may raise anything in a parser
+            raise StoreError(_told(error)) from error
+
+
+class _OtherTypeError(StoreError):
+    """A value that is no string of bytes has the key of a page."""
+
+
+def _told(error: Exception) -> str:
+    """Return an error in one line; no message of the client holds a password."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,92 @@
+"""Pages in few bits outlive the engine, with the same bits cold, warm and half deleted."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.cpu_kernels.sealed.records import Sides
+from ropewalk.model_runtime.cpu_kernels.sealed.seal import seal_page
+from ropewalk.model_runtime.engine.kv_disk.finite import Records, sealed_check
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
+from tests.sampling import sampled
+from tests.tiny_models import in_dtype, tiny_model
+
+NUM_PAGES = 6  # of 32 tokens that can be reused
+CASES = [
+    (kind, architecture, dtype)
+    for architecture in ("llama", "gemma3_text")  # whole contexts, and windows
+    for dtype in (torch.float32, torch.bfloat16)
+    for kind in FORMATS
+]
+
+
+def small(kind: str) -> dict[str, Any]:
+    return {"kv_cache_dtype": kind, "page_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "dtype"), sampled(CASES, fixed=1, kind=lambda case: case[:2])
+)
+def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
+    engines: EngineFactory, tmp_path: Path, kind: str, architecture: str, dtype: torch.dtype
+) -> None:
+    """An engine without a disk gives the expected bits. Files have the bytes of sealed pages."""
+    made = checkpoint_of(in_dtype(tiny_model(architecture), dtype))
+    checkpoint = with_weights(made, tmp_path / "model")
+    asked = request(deployment_of(checkpoint), PROMPT, max_tokens=40, logprobs=4)
+    expected = answer(engines.over(checkpoint, **small(kind)), asked)[0]
+    folder, found = tmp_path / "kv", []
+    for number in range(3):
+        server = Server(engines, checkpoint, folder, **small(kind))
+        result, num_cached = server.ask(replace(asked, request_id=f"again-{number}"))
+        assert result == expected
+        found.append(num_cached)
+        server.stop()
+        if number == 1:
+            sizes = {path.stat().st_size for path in files(folder)}
+            assert sizes == {128 + FORMATS[kind].page_bytes(checkpoint.plans, 32)}
+            for path in files(folder)[3:]:
+                path.unlink()
+    assert found == [0, NUM_PAGES * 32, 3 * 32]
+
+
+def test_a_page_of_another_format_is_not_found(
+    engines: EngineFactory, llama_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Not even int8 and k8v4, whose keys are alike."""
+    checkpoint = with_weights(llama_checkpoint, tmp_path / "model")
+    for kind in (*FORMATS, "auto"):
+        server = Server(engines, checkpoint, tmp_path / "kv", **small(kind))
+        asked = request(deployment_of(checkpoint), PROMPT, max_tokens=1)
+        assert server.ask(asked)[1] == 0
+        server.stop()
+    assert len(list((tmp_path / "kv" / "v1").iterdir())) == 4
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
+    """Wherever it is, in keys or values of any head; 100,000 is beyond a float16, and a number."""
+    form, heads, page, dim = FORMATS[kind], 2, 32, 16
+
+    class Layer:
+        num_key_heads, key_dim, value_dim = heads, dim, dim
+
+    size = form.record_bytes(Layer(), page)
+    check = sealed_check([Records(heads, size, *form.parameter_bytes(Layer(), page))] * 2)
+    sides = Sides(heads, dim, dim, page, form.key_bits, form.value_bits)
+    draw = np.random.default_rng(3)
+    for place, number in ((0, 1e9), (17, np.nan), (900, np.inf), (1023, -np.inf)):
+        numbers = draw.normal(size=(2 * heads, 2 * page * dim)).astype(np.float32)
+        numbers[3, place] = number
+        records = np.zeros((2 * heads, size), np.uint8)
+        for row, record in zip(numbers, records, strict=True):
+            seal_page(row, record, sides)
+        records[:, form.parameter_bytes(Layer(), page)[1] :] = 0xFF  # behind them there is nothing
+        assert check(records.reshape(-1)) == np.isfinite(number)

@@ -1,0 +1,352 @@
+"""A real store on the network: the same bits and the same promises as with a folder."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from valkey import Valkey
+
+from ropewalk.model_runtime.engine.kv_disk import reader
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.store_url import parse_store_url
+from ropewalk.model_runtime.engine.kv_disk.valkey_store import ValkeyStore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.model_runtime.engine.kv_disk.disk_engines import (
+    NUM_PAGES,
+    PROMPT,
+    Server,
+    wait_until,
+    with_weights,
+)
+from tests.valkey_server import RunningStore, running_store
+
+PASSWORD = "Secret-of-9-stores"  # noqa: S105  # of a store that this test starts
+
+
+@pytest.fixture
+def checkpoint(llama_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
+    return with_weights(llama_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    with running_store(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def client(store: RunningStore) -> Iterator[Any]:
+    with Valkey(port=store.port) as found:
+        yield found
+
+
+def asked(checkpoint: Checkpoint, number: int = 0, **options: Any) -> Any:
+    """A request for a prompt of twelve pages; those of other numbers share none."""
+    prompt = [100 + number, *PROMPT[1:]] if number else PROMPT
+    return request(deployment_of(checkpoint), prompt, **{"max_tokens": 4, "logprobs": 2, **options})
+
+
+def pauses(logs: list[Any]) -> list[tuple[str, str]]:
+    """What paused, and why."""
+    return [(each["what"], each["reason"]) for each in logs if each["event"] == "kv_disk_paused"]
+
+
+def written(server: Server) -> None:
+    """Wait until all that was noted has gone through the writer's queue."""
+    wait_until(lambda: not server.tier._noted)
+    server.tier._writer.delete([])
+    wait_until(server.tier._writer._queue.empty)
+
+
+def test_key_and_value_are_those_of_the_folder(
+    store: RunningStore, client: Any, tmp_path: Path
+) -> None:
+    """The file's bytes under `ropewalk:v1:<identity>:<key>`."""
+    form = PageFormat(bytes(range(32)), 64, 3, "int4", keys_by_token=False, num_bytes=5000)
+    key, page = bytes(range(100, 132)), np.arange(5000, dtype=np.uint32).astype(np.uint8)
+    folder = PageFolder(tmp_path / "kv", form)
+    networked = ValkeyStore(parse_store_url(store.url), form)
+    for each in (folder, networked):
+        each.write(key, page.data, 0)
+    (file,) = folder.path.glob("v1/*/*/*")
+    (name,) = client.keys()
+    assert name.decode() == f"ropewalk:v1:{file.parent.parent.name}:{file.name}"
+    assert client.get(name) == file.read_bytes()
+    into = np.zeros(5000, np.uint8)
+    assert networked.has(key)
+    assert networked.read(key, into.data)
+    assert np.array_equal(into, page)
+    networked.touch([(key, 3)])
+    room = networked.look()
+    assert room.num_bytes > 5000
+    assert ValkeyStore(parse_store_url(store.url), form).look().name == room.name
+    client.delete("ropewalk:v1:name")  # as an eviction does
+    assert networked.look().name == room.name
+    networked.discard([key, bytes(32)])
+    assert not networked.has(key)
+    assert not networked.read(key, into.data)
+
+
+def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
+    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
+) -> None:
+    """An engine without a store gives the expected bits; other weights and salts find nothing."""
+    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
+    found = []
+    for number in range(3):
+        server = Server(engines, checkpoint, store.url)
+        result, num_cached = server.ask(replace(asked(checkpoint), request_id=f"again-{number}"))
+        assert result == expected
+        found.append(num_cached)
+        server.stop()
+        assert server.disk.sum.num_tokens_read == num_cached
+        if number == 1:
+            client.delete(*client.keys()[::2])
+    assert found[:2] == [0, NUM_PAGES * 16]
+    assert found[2] < NUM_PAGES * 16
+    assert checkpoint.source is not None
+    server = Server(engines, checkpoint, store.url)
+    salted = request(deployment_of(checkpoint), PROMPT, None, "other", max_tokens=1)
+    assert server.ask(salted)[1] == 0
+    server.stop()
+    server = Server(engines, with_weights(checkpoint, checkpoint.source, b"wEights"), store.url)
+    assert server.ask(asked(checkpoint))[1] == 0
+    server.stop()
+
+
+def truncated(client: Any, name: bytes) -> None:
+    client.set(name, client.getrange(name, 0, 900))
+
+
+def flipped(client: Any, name: bytes) -> None:
+    client.setrange(name, 700, bytes([client.getrange(name, 700, 700)[0] ^ 1]))
+
+
+def longer(client: Any, name: bytes) -> None:
+    client.append(name, b"x" * 100_000)
+
+
+def of_another_key(client: Any, name: bytes) -> None:
+    client.set(name, client.get(next(each for each in client.scan_iter() if each != name)))
+
+
+def of_another_type(client: Any, name: bytes) -> None:
+    client.delete(name)
+    client.rpush(name, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (truncated, "truncated"),
+        (flipped, "checksum"),
+        (longer, "foreign"),
+        (of_another_key, "foreign"),
+        (of_another_type, "foreign"),
+    ],
+)
+def test_a_wrong_value_is_a_miss_and_replaced(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    store: RunningStore,
+    *,
+    fault: Callable[[Any, bytes], None],
+    reason: str,
+) -> None:
+    """The pages before it are read, and the rest is computed and written again."""
+    server = Server(engines, checkpoint, store.url)
+    expected, _ = server.ask(asked(checkpoint))
+    server.stop()
+    fifth, client = Sequence(asked(checkpoint)).page_keys(5, 16)[4].hex(), Valkey(port=store.port)
+    (name,) = client.keys(f"*:{fifth}")
+    whole = client.get(name)
+    fault(client, name)
+    for num_cached, bad in ((4 * 16, {reason: 1}), (NUM_PAGES * 16, {})):
+        server = Server(engines, checkpoint, store.url)
+        assert server.ask(asked(checkpoint)) == (expected, num_cached)
+        server.stop()
+        assert server.disk.sum.bad_files == bad
+        assert not server.disk.sum.is_paused
+    assert client.get(name) == whole
+
+
+@contextmanager
+def answering(answer_of: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that speaks no protocol of ours; the address of it as a store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:  # closed
+                    return
+                with client:
+                    answer_of(client)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"valkey://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def nothing(client: socket.socket) -> None:
+    """Close at once."""
+
+
+def http(client: socket.socket) -> None:
+    client.recv(100)
+    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def no_numbers(client: socket.socket) -> None:
+    """A length that is none, and bytes that are no text."""
+    client.recv(100)
+    client.sendall(b"$\xff\xfe\r\n-\xff\r\n")
+
+
+@pytest.mark.parametrize("answer_of", [nothing, http, no_numbers])
+def test_a_place_that_is_no_store_is_a_miss_and_a_pause(
+    engines: EngineFactory, checkpoint: Checkpoint, answer_of: Callable[[socket.socket], None]
+) -> None:
+    """Reads and writes have one line each, however many requests come."""
+    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
+    with answering(answer_of) as url, structlog.testing.capture_logs() as logs:
+        server = Server(engines, checkpoint, url)
+        assert server.ask(asked(checkpoint)) == (expected, 0)
+        for number in range(1, 4):
+            server.ask(asked(checkpoint, number, max_tokens=1))
+        server.stop()
+    assert sorted(what for what, _ in pauses(logs)) == ["reads", "writes"]
+    assert server.disk.sum.bad_files == {"unreachable": 1}
+    assert set(server.pages) == {"dropped"}
+
+
+def test_a_store_that_dies_pauses_and_is_used_again_when_it_is_back(
+    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore
+) -> None:
+    """Prompts are computed meanwhile. A server may also start before its store does."""
+    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
+    store.kill()
+    with structlog.testing.capture_logs() as logs:
+        server = Server(engines, checkpoint, store.url)
+        assert server.ask(asked(checkpoint))[0] == expected
+        store.start()
+        server.ask(asked(checkpoint, 1))
+        written(server)
+        assert len(pauses(logs)) == 2
+        for each in (server.tier._reader, server.tier._writer):
+            each.pause._until = 0.0
+        server.ask(asked(checkpoint, 2))
+        written(server)
+        store.kill()
+        server.ask(asked(checkpoint, 3))
+        server.stop()
+    assert all("refused" in reason for _, reason in pauses(logs)[:2])
+    assert server.pages["written"] == NUM_PAGES
+    assert server.disk.sum.bad_files == {"unreachable": 2}
+
+
+def test_a_store_without_memory_pauses_the_writes_with_one_line(
+    engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """What is there is still read."""
+    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
+    with (
+        running_store(tmp_path) as store,
+        Valkey(port=store.port) as client,
+        structlog.testing.capture_logs() as logs,
+    ):
+        server = Server(engines, checkpoint, store.url)
+        server.ask(asked(checkpoint))
+        server.stop()
+        client.config_set("maxmemory", "1mb")
+        server = Server(engines, checkpoint, store.url)
+        assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
+        server.ask(asked(checkpoint, 1))
+        server.stop()
+    ((what, reason),) = pauses(logs)
+    assert what == "writes"
+    assert "maxmemory" in reason
+    assert server.pages == {"read": NUM_PAGES, "dropped": NUM_PAGES}
+
+
+def test_a_store_that_hangs_delays_nobody_else_and_its_request_for_a_while(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    store: RunningStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request that waits is computed when its time is up."""
+    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
+    server = Server(engines, checkpoint, store.url)
+    server.ask(asked(checkpoint))
+    server.stop()
+    server = Server(engines, checkpoint, store.url)
+    with store.held():
+        waiting = server.submit(asked(checkpoint))
+        wait_until(lambda: any(server.tier._reader._read_now))
+        short = request(deployment_of(checkpoint), [7, 8, 9], max_tokens=3)
+        server.engine.generate([short])  # its prompt fills no page
+        assert not waiting.outputs
+        monkeypatch.setattr(reader, "_UNKNOWN_S", 0.0)
+        monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 0.0)
+        assert waiting.result() == (expected, 0)
+        server.ask(asked(checkpoint, 1))
+    server.stop()
+    assert server.disk.sum.bad_files["slow"] == 1
+    assert server.disk.sum.is_paused
+
+
+@pytest.mark.parametrize("password", [PASSWORD, "another"])
+def test_a_password_opens_the_store_and_is_in_no_line(
+    engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, password: str
+) -> None:
+    """A wrong one is a pause."""
+    with (
+        running_store(tmp_path, "--requirepass", PASSWORD) as store,
+        structlog.testing.capture_logs() as logs,
+    ):
+        url = store.url.replace("//", f"//default:{password}@")
+        for _ in range(2):
+            server = Server(engines, checkpoint, url)
+            _, num_cached = server.ask(asked(checkpoint))
+            server.stop()
+    is_right = password == PASSWORD
+    assert num_cached == is_right * NUM_PAGES * 16
+    assert len(pauses(logs)) == (0 if is_right else 4)
+    told = repr([logs, server.engine.config])
+    assert PASSWORD not in told
+    assert "another" not in told
+
+
+def test_a_user_with_the_documented_rights_suffices(
+    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
+) -> None:
+    """They are keys of ours and six commands."""
+    commands = [f"+{each}" for each in ("getrange", "strlen", "set", "unlink", "touch", "info")]
+    client.acl_setuser(
+        "server", enabled=True, passwords=[f"+{PASSWORD}"], keys=["ropewalk:*"], commands=commands
+    )
+    url = store.url.replace("//", f"//server:{PASSWORD}@")
+    with structlog.testing.capture_logs() as logs:
+        for num_cached in (0, NUM_PAGES * 16):
+            server = Server(engines, checkpoint, url)
+            assert server.ask(asked(checkpoint))[1] == num_cached
+            server.stop()
+    server.tier._writer.store.discard([bytes(32)])  # type: ignore[union-attr]
+    server.tier._writer.store.touch([(bytes(32), 0)])  # type: ignore[union-attr]
+    assert pauses(logs) == []

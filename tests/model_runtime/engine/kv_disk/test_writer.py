@@ -1,0 +1,118 @@
+"""The order of the writer's work, over a store that only notes what is asked of it."""
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.page_store import Room, StoreError
+from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
+
+
+class Noting:
+    """A store that holds nothing; `fault` is raised by what follows."""
+
+    def __init__(self) -> None:
+        self.form: Any = SimpleNamespace(file_bytes=8, identity=bytes(32))
+        self.done: list[tuple[str, Any]] = []
+        self.fault: Exception | None = None
+
+    def _note(self, what: str, which: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.done.append((what, which))
+
+    def has(self, key: bytes) -> bool:
+        return False
+
+    def write(self, key: bytes, page: memoryview, depth: int) -> None:
+        self._note("write", key)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        self._note("discard", list(keys))
+
+    def touch(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        self._note("touch", list(pages))
+
+    def look(self) -> Room:
+        return Room(1 << 30, 0, 0, "name")
+
+    def reopen(self) -> None:
+        """There is nothing to open."""
+
+    @property
+    def order(self) -> str:
+        """The first letters of what was done."""
+        return "".join(what[0] for what, _ in self.done)
+
+
+def writer_over(store: Noting) -> Writer:
+    """A writer without its thread: a test calls `_serve_next`."""
+    writer = Writer("", lambda: store, lambda _: True, Buffers(8, 4), Counting())  # type: ignore[arg-type, return-value]
+    assert writer._open()
+    return writer
+
+
+def put(writer: Writer, key: bytes) -> None:
+    buffer = writer.buffers.take()
+    assert buffer is not None
+    writer.put(Copied(key, 0, buffer))
+
+
+def keys_of(prefix: int, num: int) -> list[bytes]:
+    return [bytes([prefix, *divmod(number, 256)]) for number in range(num)]
+
+
+def test_writes_wait_for_a_few_touches_at_most() -> None:
+    """Prefixes in use have 300 pages, and the writes came after them."""
+    store = Noting()
+    writer = writer_over(store)
+    prefixes = [keys_of(number, 150) for number in range(2)]
+    for each in prefixes:
+        writer.used(each)
+    for key in (b"a", b"b", b"c"):
+        put(writer, key)
+    while writer._used or writer._to_touch or not writer._queue.empty():
+        assert writer._serve_next()
+    assert store.order.startswith("twtwtwt")
+    touched = [page for what, pages in store.done if what == "touch" for page in pages]
+    assert max(len(pages) for what, pages in store.done if what == "touch") == 16
+    assert touched == [(key, depth) for each in prefixes for depth, key in enumerate(each)]
+
+
+def test_a_page_is_touched_once_a_minute() -> None:
+    """A page that was just written is not touched either."""
+    store = Noting()
+    writer = writer_over(store)
+    keys = keys_of(0, 3)
+    put(writer, keys[0])
+    for _ in range(3):
+        writer.used(keys)
+    while writer._used or writer._to_touch or not writer._queue.empty():
+        assert writer._serve_next()
+    assert store.done[1:] == [("touch", [(keys[1], 1), (keys[2], 2)])]
+    writer._touched = dict.fromkeys(keys, time.monotonic() - 61)
+    writer.used(keys)
+    while writer._used or writer._to_touch:
+        assert writer._serve_next()
+    assert store.done[-1] == ("touch", [(key, depth) for depth, key in enumerate(keys)])
+
+
+def test_a_fault_of_a_touch_or_a_deletion_pauses_the_writes() -> None:
+    """What is left to touch is forgotten, and a deletion is tried all the same."""
+    store = Noting()
+    writer = writer_over(store)
+    store.fault = StoreError("gone")
+    writer.used(keys_of(0, 40))
+    assert writer._serve_next()
+    assert writer.pause.is_on
+    put(writer, b"a")
+    assert writer._serve_next()
+    assert not writer._to_touch
+    assert store.done == []
+    store.fault = None
+    writer.delete([b"x"])
+    assert writer._serve_next()
+    assert store.done == [("discard", [b"x"])]
