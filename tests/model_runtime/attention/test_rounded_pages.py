@@ -115,13 +115,13 @@ def test_ranges_equal_float64_over_rounded_keys(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_logprobs_equal_transformers_over_rounded_keys(engines: EngineFactory, name: str) -> None:
     """Hooks round what the untouched model projects, in float64; prompts and decodes read it."""
-    reference = tiny_model(name).double().eval()
+    reference = tiny_model(name, max_position_embeddings=256).double().eval()
     plain = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     for layer in reference.model.layers:
         for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             part.register_forward_hook(lambda _module, _inputs, out: rounded(out.float()).double())
     wanted = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    checkpoint = checkpoint_of(tiny_model(name))
+    checkpoint = checkpoint_of(tiny_model(name, max_position_embeddings=256))
     engine = engines.over(checkpoint, **ROUNDED, max_num_batched_tokens=40)
     asked = request(deployment_of(checkpoint), PROMPT, max_tokens=1, prompt_logprobs=1)
     got = torch.tensor(answer(engine, asked)[0].prompt_logprob_values())
@@ -147,7 +147,10 @@ def test_the_reference_backend_answers_as_the_kernels_do(
     engine = engines.over(llama_checkpoint, **ROUNDED)
     assert engine._core._runner._backend is TorchAttention
     got = answer(engine, asked)[0].prompt_logprob_values()
-    assert torch.tensor(got).sub(torch.tensor(expected)).abs().max() < 1e-3
+    # A number half-way between two of bfloat16 may be rounded to the other one.
+    errors = torch.tensor(got).sub(torch.tensor(expected)).abs()
+    assert errors.median() < 1e-4
+    assert errors.max() < 1e-2
 
 
 def test_a_cache_takes_half_the_memory(engines: EngineFactory, embedded: Checkpoint) -> None:

@@ -75,13 +75,13 @@ def test_a_gib_holds_more_tokens(
     exact, few = planned(embedded, **size), planned(embedded, **size, kv_cache_dtype=kind)
     assert few.token_bytes == num_bytes
     assert few.open_bytes == 8 * 64 * 46_080
-    assert few.stage_bytes == (8 + (512 - 16) // 64) * 64 * 1536  # of one layer
+    assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith(
-        "22.5 MiB of open pages for 8 sequences, 1.41 MiB of pages that a step fills"
+        "22.5 MiB of open pages for 8 sequences, 3.66 MiB of pages that a step fills"
     )
 
 
