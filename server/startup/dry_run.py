@@ -40,16 +40,16 @@ from ropewalk.server.startup.banner_lines import (
     rank_line,
     stored_text,
 )
-from ropewalk.server.startup.format_advice import format_advice
 from ropewalk.server.startup.gate import Problems
 from ropewalk.server.startup.load_model import find_model
+from ropewalk.server.startup.planning.format_advice import format_advice
+from ropewalk.server.startup.planning.template_of import chat_template_of
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
     plan_deployments,
     plan_serving,
 )
-from ropewalk.server.startup.template_of import chat_template_of
 
 
 @dataclass(frozen=True, slots=True)

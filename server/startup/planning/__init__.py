@@ -1,0 +1,1 @@
+"""Parts of a serving plan: context buckets, chat templates, and formats that fit the memory."""
