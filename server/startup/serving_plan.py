@@ -21,8 +21,8 @@ from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.settings.sections import DeploymentSettings
-from ropewalk.server.startup.held_windows import padded, planned_groups, windows_beside
 from ropewalk.server.startup.planning.context_buckets import default_context_buckets
+from ropewalk.server.startup.planning.held_windows import padded, planned_groups, windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048

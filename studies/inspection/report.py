@@ -12,7 +12,7 @@ from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.dry_run import outline_of
-from ropewalk.server.startup.held_windows import below_cache
+from ropewalk.server.startup.planning.held_windows import below_cache
 from ropewalk.server.startup.serving_plan import plan_deployments
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small

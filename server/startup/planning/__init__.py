@@ -1,1 +1,1 @@
-"""Parts of a serving plan: context buckets, chat templates, and formats that fit the memory."""
+"""Parts of a serving plan: windows, context buckets, chat templates, formats that fit."""
