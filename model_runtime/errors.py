@@ -69,5 +69,9 @@ class EngineStoppedError(RopewalkError):
     """The engine is not running, or failed while it served the request."""
 
 
+class OutputNotReadError(RopewalkError):
+    """The client of a stream did not read it, and too much of it waited."""
+
+
 class GrammarError(RopewalkError):
     """The matcher of an answer's grammar failed, or it allows no token."""

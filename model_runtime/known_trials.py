@@ -60,10 +60,10 @@ def remembered(
 def _file(key: str) -> Path:
     """Return the file of one result; with one for all, processes at once would lose some."""
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return _folder() / f"ropewalk-trial-{name}.json"
+    return kept_folder() / f"ropewalk-trial-{name}.json"
 
 
-def _folder() -> Path:
+def kept_folder() -> Path:
     """Return the first folder that can be written, in the order in which numba looks for one."""
     in_tree = _ROOT / "cpu_kernels" / "__pycache__"
     homes = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME", "") + "/.cache"

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from ropewalk.model_runtime.errors import (
     EngineStoppedError,
+    OutputNotReadError,
     QueueFullError,
     RequestError,
     RopewalkError,
@@ -23,6 +24,7 @@ from ropewalk.server.wording import accepted, choices, did_you_mean
 
 _log = structlog.get_logger(__name__)
 
+OUTPUT_NOT_READ = "output_not_read"  # a router passes this failure of a stream on
 MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
 _MAX_NAME = 64  # characters of a field's name, which a client may have chosen
@@ -35,6 +37,7 @@ _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...
     (KeyLimitError, 429, "rate_limit_error", "key_limit_reached", 1),
     (QueueFullError, 429, "rate_limit_error", "queue_full", 1),
     (EngineStoppedError, 503, "server_error", "engine_stopped", 5),
+    (OutputNotReadError, 503, "server_error", OUTPUT_NOT_READ, None),
 )
 
 

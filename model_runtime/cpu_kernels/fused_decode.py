@@ -203,13 +203,32 @@ def _exact_pages(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Number
 @jit()
 def _write_exact(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
     keys_NKDO, values_NKOV = _exact_pages(fields_F, key_RC, step)
-    page_T, offset_T = Destinations(*step.destinations)
+    page_T = step.page_GT[step.group_L[fields_F[LAYER]]]
+    offset_T = Destinations(*step.destinations).offset_T
+    key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
+    write_kv(key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV)
+
+
+_BITS = np.zeros(1, np.uint16)  # of bfloat16
+
+
+@jit()
+def _rounded_pages(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Numbers, Numbers]:  # noqa: ARG001
+    return _exact_pages(fields_F, _BITS, step)
+
+
+@jit()
+def _write_rounded(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
+    keys_NKDO, values_NKOV = _rounded_pages(fields_F, key_RC, step)
+    page_T = step.page_GT[step.group_L[fields_F[LAYER]]]
+    offset_T = Destinations(*step.destinations).offset_T
     key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
     write_kv(key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV)
 
 
 EXACT_ACCESS = Access(attend, _exact_pages, _write_exact)
 PAIRS_ACCESS = Access(attend_in_pairs, _exact_pages, _write_exact)
+ROUNDED_ACCESS = Access(attend, _rounded_pages, _write_rounded)  # bfloat16 beside float32 queries
 
 
 @cache
@@ -292,7 +311,9 @@ def _runner(multiplying: Multiplying, access: Access, mixture: Any = _no_mixture
         window, softcap = fields_F[WINDOW], factors_X[SOFTCAP]
         # A plain tuple, as Python passes it: the kernel is compiled for one type.
         params = (step.tables[fields_F[TABLES]], factors_X[SCALING], window, softcap, sinks_H)
-        sequences = step.sequences
+        _, begins, firsts, table_ids = step.sequences
+        group_table_SN = step.page_table_GSN[step.group_L[fields_F[LAYER]]]
+        sequences = (group_table_SN, begins, firsts, table_ids)
         num_sequences = SequenceArrays(*sequences).table_id_S.shape[0]
         items_W3 = _items(num_sequences, num_key_heads, thread, num_threads)
         group = num_heads // num_key_heads

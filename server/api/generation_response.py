@@ -14,7 +14,12 @@ from fastapi import Response
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from ropewalk.model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
+from ropewalk.model_runtime.errors import (
+    EngineStoppedError,
+    OutputNotReadError,
+    RequestError,
+    RopewalkError,
+)
 from ropewalk.model_runtime.request import FinishReason, Output, Timings
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.rope import Tier
@@ -188,7 +193,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
             try:
                 for index, output in self._ready():
                     events.append(await self.output_events(index, output))
-            except (EngineStoppedError, RequestError) as found:
+            except (EngineStoppedError, OutputNotReadError, RequestError) as found:
                 error = found
                 events.append(self.error_events(error))
             # Outputs of a call that is held back are no events, and yet break the silence above.
@@ -215,11 +220,13 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def _ready(self) -> Iterator[tuple[int, Output]]:
         """Yield (choice, output) of outputs that are ready.
 
-        Raises EngineStoppedError, or RequestError if the request's grammar cannot continue.
+        Raises EngineStoppedError, OutputNotReadError, or RequestError if the request's grammar
+        cannot continue.
         """
         for index, output in self._submission.ready(_MOST_TOGETHER):
             if output.finish_reason is FinishReason.ERROR:
-                raise EngineStoppedError(f"The request failed: {output.error}.")
+                kind = OutputNotReadError if self._submission.is_unread else EngineStoppedError
+                raise kind(f"The request failed: {output.error}.")
             state = self.choices[index]
             if output.finish_reason is FinishReason.REFUSED:
                 grammar = state.request.grammar

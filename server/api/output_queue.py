@@ -78,6 +78,7 @@ class Submission:
         self._waiter: asyncio.Future[bool] | None = None  # of the reader: whether an output came
         self._waits_since = 0.0  # the loop's time
         self._silence: asyncio.TimerHandle | None = None
+        self.is_unread = False  # whether an answer ended because too much of it was not read
         # Called on the engine's thread.
         callbacks = [
             partial(queue.put, loop, self._receive, index) for index in range(len(requests))
@@ -126,6 +127,7 @@ class Submission:
             # A client that does not read must not fill the memory.
             error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
             output = Output(finish_reason=FinishReason.ERROR, error=error)
+            self.is_unread = True
             self._engine.abort(self.requests[index].request_id)
             self._open.discard(index)
         self._outputs.append((index, output))

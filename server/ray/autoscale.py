@@ -5,6 +5,7 @@ imports Ray, whose controller imports this module.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,18 @@ class TokenLoad:
     """The tokens of a replica's requests."""
 
     waiting: int = 0  # prompt tokens of requests without a first token
-    running: int = 0  # tokens, prompt and answer, of the other ones
+    running: Sequence[int] = ()  # tokens, prompt and answer, of each of the other ones
 
     def share_of(self, config: EngineConfig) -> float:
-        """Return the load as a share of what an engine holds: 1 is full."""
-        room = config.num_pages * config.page_size
-        return self.running / room + self.waiting / (_WAITING_STEPS * config.max_num_batched_tokens)
+        """Return the load as a share of what an engine holds: 1 is full.
+
+        Of layers with a window, a request holds its window only.
+        """
+        waiting = self.waiting / (_WAITING_STEPS * config.max_num_batched_tokens)
+        if config.page_groups is None:
+            return sum(self.running) / config.capacity + waiting
+        num_held = sum(config.num_held_pages(each) for each in self.running)
+        return num_held / config.num_pages + waiting
 
 
 def by_tokens(context: Any) -> tuple[int, dict[str, Any]]:

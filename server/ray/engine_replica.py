@@ -154,13 +154,14 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, int]:
         """Return the cache's length in pages, for the router. Ray calls it when this is ready."""
-        return {"num_pages": self._served.plan.config.num_pages}
+        config = self._served.plan.config
+        return {"num_pages": config.capacity // config.page_size}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load, for the autoscaler (`autoscale.py`). Ray calls it regularly."""
         load = TokenLoad(
             sum(each.num_waiting for each in self._answers),
-            sum(each.num_running for each in self._answers),
+            [each.num_running for each in self._answers],
         )
         return {"load": load.share_of(self._served.plan.config)}
 

@@ -4,17 +4,24 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
 from ropewalk.server.router.fleet import Fleet
-from ropewalk.server.router.forward import Asked, Forwarder, NoServerError, sent_on
+from ropewalk.server.router.forward import (
+    Asked,
+    Forwarder,
+    NoServerError,
+    SendPart,
+    Start,
+    sent_on,
+)
 from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.router.text_pages import NO_PAGES, asked_pages
 from ropewalk.server.router.upstream import Headers
@@ -25,8 +32,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 _log = structlog.get_logger(__name__)
+_EndedBy = Literal["work", "disconnect", "shutdown"]
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _GENERATES = ("/completions", "/responses", "/messages")
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _LARGE = 1 << 18  # bytes of a body that is read off the event loop
 
 
@@ -47,6 +56,11 @@ class RouterApp:
         self._metrics = metrics
         self._forwarder = Forwarder(settings, fleet, metrics)
         self._num_body_bytes = 0  # of all requests that run
+        self._is_over = asyncio.Event()  # the time of the requests that run
+
+    def end_requests(self) -> None:
+        """End those that run: streams with an error event, others with 503."""
+        self._is_over.set()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Handle one ASGI connection."""
@@ -62,11 +76,18 @@ class RouterApp:
             await send_whole(send, status, {"Content-Type": "application/json", **headers}, content)
             return
         if scope["path"] == "/metrics" and scope["method"] == "GET":
-            page = self._metrics.page(self._fleet.states())
+            page = await self._page(scope["headers"])
             kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
             await send_whole(send, 200, kind, page)
             return
         await self._pass_on(scope, receive, send)
+
+    async def _page(self, headers: Headers) -> bytes:
+        """Return the router's own metrics, and those of its servers if they allow it."""
+        credentials = [each for each in headers if each[0] in _CREDENTIALS]
+        is_allowed = await self._fleet.collect(credentials)
+        page = self._metrics.page(self._fleet.states(), self._fleet.refused())
+        return page + self._fleet.page.render(self._fleet.choice.replicas) if is_allowed else page
 
     def _live(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:
         return 200, {}, {"status": "ok"}
@@ -102,15 +123,14 @@ class RouterApp:
             if content is None:
                 return
             asked = await self._asked(scope, request_id, content)
-            if not await _until_disconnect(receive, self._forwarder.run(asked, start, send_part)):
-                return
-            if has_started:
+            ended_by = await self._run(asked, receive, start, send_part)
+            if has_started and ended_by != "disconnect":
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except RefusedError as error:
             body = envelope(str(error), "invalid_request_error", code=error.code)
             await _send_json(send, error.status, {"Connection": "close"}, request_id, body)
         except NoServerError as error:
-            body = envelope(str(error), "server_error", code="no_server")
+            body = envelope(str(error), "server_error", code=error.code)
             await _send_json(send, 503, {"Retry-After": "1"}, request_id, body)
         except Exception:  # noqa: BLE001  # no traceback may reach a client
             _log.exception("failed", request_id=request_id.decode())
@@ -119,6 +139,15 @@ class RouterApp:
                 await _send_json(send, 500, {"Connection": "close"}, request_id, body)
         finally:
             self._num_body_bytes -= held.num_bytes
+
+    async def _run(
+        self, asked: Asked, receive: "Receive", start: Start, send: SendPart
+    ) -> _EndedBy:
+        """Pass a request on until it ends; return what has ended it. Raises NoServerError."""
+        ended_by = await _first_end(self._forwarder.run(asked, start, send), receive, self._is_over)
+        if ended_by == "shutdown":
+            await self._forwarder.end(asked, send)
+        return ended_by
 
     async def _asked(self, scope: "Scope", request_id: bytes, body: bytes) -> Asked:
         headers: Headers = scope["headers"]
@@ -202,22 +231,25 @@ def _request_id(headers: Headers) -> bytes:
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
 
 
-async def _until_disconnect(receive: "Receive", work: Any) -> bool:
-    """Return True when the work is done, or False if the client leaves before."""
+async def _first_end(
+    work: Coroutine[Any, Any, None], receive: "Receive", is_over: asyncio.Event
+) -> _EndedBy:
+    """Return what ends a request first: its work, its client, or the router's end."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    working = asyncio.ensure_future(work)
+    leaving, ending = asyncio.ensure_future(left()), asyncio.ensure_future(is_over.wait())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        working.result()
-        return True
+        await asyncio.wait({working, leaving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return "work"
+        return "disconnect" if leaving.done() else "shutdown"
     finally:
-        working.cancel()
-        watching.cancel()
+        for each in (working, leaving, ending):
+            each.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(working, watching, return_exceptions=True)
+            await asyncio.gather(working, leaving, ending, return_exceptions=True)

@@ -103,7 +103,9 @@ def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hang
         fleet, metrics = Fleet(settings), RouteMetrics()
         # The servers see the router's own heads, so their checks would find nothing.
         rules = head_rules_of(settings, is_open=is_loopback(settings.host))
-        server.door.app = HeadChecksMiddleware(RouterApp(settings, fleet, metrics), rules)
+        app = RouterApp(settings, fleet, metrics)
+        server.door.app = HeadChecksMiddleware(app, rules)
+        server.serve_without_model(app.end_requests)
         running.append(asyncio.ensure_future(fleet.run()))
         hangups.connect(
             asyncio.get_running_loop(),
@@ -113,6 +115,5 @@ def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hang
         say_ready()
 
     server = GracefulServer(settings, refuse, begin)
-    server.serve_without_model()
     server.run(sockets=[listener])
     return server.has_died

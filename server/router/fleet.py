@@ -1,28 +1,29 @@
 """The servers behind a router: who there is, who is ready, and who agrees with the others."""
 
 import asyncio
-import ipaddress
 import json
-import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
 from ropewalk.server.access.told_answer import KEY_HEADER
 from ropewalk.server.replicas.choice import ReplicaChoice
 from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.addresses import targets_of
+from ropewalk.server.router.facts import Facts, Served, difference, facts_of
+from ropewalk.server.router.fleet_page import FleetPage
 from ropewalk.server.router.text_pages import PAGE_TOKENS
-from ropewalk.server.router.upstream import LostError, Pool, Target
+from ropewalk.server.router.upstream import Headers, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
+_COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
-_OF_THE_START = ("created",)  # differs between equal servers
+
+REFUSALS = ("listing", "fingerprint", "router_key", "pending")
 
 _log = structlog.get_logger(__name__)
 _PLACE = b"ropewalk_kv_disk_info{place="
@@ -37,13 +38,14 @@ class Server:
         self.is_ready = False
         self.ready_at = 0.0  # the loop's time when it last became so
         self.is_removed = False  # its name no longer resolves to it; its streams go on
-        self.facts: str | None = None  # what it serves; None: it has not been asked
+        self.facts: Facts | None = None  # what it serves; None: it has not been asked
         self.facts_at = 0.0  # the loop's time
         self.num_cache_tokens = _CACHE_TOKENS
         self.place: str | None = None  # of pages that it shares; None: of none, or not known yet
         self.is_doubtful = asyncio.Event()  # it has to be asked at once
         self.answered_at = asyncio.get_running_loop().time()
         self.problem = "it has not answered yet"
+        self.refusal = ""  # why it may take no requests, one of REFUSALS; empty: it may
 
     @property
     def name(self) -> str:
@@ -63,7 +65,9 @@ class Fleet:
         self._tls = ssl.create_default_context()
         self.servers: dict[str, Server] = {}  # by URL
         self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
-        self.agreed: str | None = None  # the facts of the servers that take requests
+        self.agreed: Served | None = None  # by the servers that take requests
+        self.page = FleetPage()
+        self._has_open_metrics = False  # the servers ask for no API key
         self._changed = asyncio.Event()
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._found: dict[str, list[Target]] = {}  # by address of the settings
@@ -80,6 +84,11 @@ class Fleet:
         return {
             name: "ready" if name in usable else each.problem for name, each in self.servers.items()
         }
+
+    def refused(self) -> Mapping[str, int]:
+        """Return by reason how many servers may take no requests."""
+        num_of = Counter(each.refusal for each in self.servers.values() if not each.is_removed)
+        return {reason: num_of[reason] for reason in REFUSALS}
 
     async def run(self) -> None:
         """Look names up, and watch every server, until cancelled."""
@@ -104,7 +113,7 @@ class Fleet:
     async def _look_up(self, address: str) -> None:
         """Note the targets of an address, or log once why it has none now."""
         try:
-            self._found[address] = await _targets_of(address)
+            self._found[address] = await targets_of(address)
         except (OSError, UnicodeError) as error:
             if self._unresolved.get(address) != str(error):
                 _log.warning("name_not_resolved", address=address, why=str(error))
@@ -161,27 +170,63 @@ class Fleet:
             if loop.time() - server.heard_at >= silence_s:
                 self.lost(server, str(error))  # an open connection may tell nothing of it
             self._note(server, is_ready=False, problem=str(error))
-            server.facts = None
+            server.facts, server.refusal = None, ""
             return
         if status != 200:
+            server.refusal = ""
             self._note(server, is_ready=False, problem=f"its /ready answers {status}")
-            return
-        if server.facts is None or loop.time() - server.facts_at > _FACTS_LAST_S:
-            try:
-                async with asyncio.timeout(silence_s):
-                    await self._learn(server)
-            except (TimeoutError, LostError):
-                return
-            except ValueError:
-                self._note(server, is_ready=False, problem="its /v1/models is not JSON")
-                return
-        self._note(server, is_ready=True, problem="")
+        elif await self._is_known(server):
+            self._note(server, is_ready=True, problem="")
 
-    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+    async def _is_known(self, server: Server) -> bool:
+        """Return whether it is known what a server serves; ask, if not or not lately."""
+        is_old = asyncio.get_running_loop().time() - server.facts_at > _FACTS_LAST_S
+        if server.facts is not None and not is_old:
+            return True
+        try:
+            async with asyncio.timeout(self._settings.silence_seconds):
+                await self._learn(server)
+        except TimeoutError:
+            if not server.is_ready:
+                told = "its /v1/models does not answer; a hash of large weights takes minutes"
+                self._refuse(server, "pending", told)
+            return False
+        except LostError:
+            return False
+        except ValueError:
+            self._note(server, is_ready=False, problem="its /v1/models is not JSON")
+            return False
+        return True
+
+    async def collect(self, credentials: Headers) -> bool:
+        """Ask the servers for their metrics; return whether the client may see them.
+
+        The servers decide, by the client's credentials. If none answers, then metrics are shown
+        that were open to everybody before.
+        """
+        asked = [each for each in self.servers.values() if each.is_ready]
+        statuses = await asyncio.gather(*(self._collect(each, credentials) for each in asked))
+        is_allowed, is_refused = 200 in statuses, {401, 403} & {*statuses}
+        if not credentials and (is_allowed or is_refused):
+            self._has_open_metrics = is_allowed
+        return is_allowed or (not is_refused and self._has_open_metrics)
+
+    async def _collect(self, server: Server, credentials: Headers) -> int:
+        """Note a server's metrics; return the status of its answer, or 0 without one."""
+        with suppress(TimeoutError, LostError, ValueError):
+            async with asyncio.timeout(_COLLECT_S):
+                status, page = await self._get(server, "/metrics", credentials)
+            if status == 200:
+                self.page.note(server.name, page)
+            return status
+        return 0
+
+    def _own_headers(self) -> Headers:
+        key = self._settings.router_key
+        return [] if key is None else [(KEY_HEADER.encode(), key.encode())]
+
+    async def _get(self, server: Server, path: str, headers: Headers = ()) -> tuple[int, bytes]:
         """Return status and body of a short answer. Raises LostError."""
-        headers = []
-        if self._settings.router_key is not None and path != "/ready":
-            headers.append((KEY_HEADER.encode(), self._settings.router_key.encode()))
         exchange = await server.pool.request("GET", path, headers)
         try:
             return exchange.status, await exchange.whole()
@@ -190,19 +235,23 @@ class Fleet:
 
     async def _learn(self, server: Server) -> None:
         """Ask what a server serves, and how large its cache is. Raises LostError."""
-        status, body = await self._get(server, "/v1/models")
+        status, body = await self._get(server, "/v1/models", self._own_headers())
         if status == 200:
-            server.facts = facts_of(json.loads(body))
+            has_key = self._settings.router_key is not None
+            server.facts = facts_of(json.loads(body), has_key=has_key)
         else:
             # API keys, and no router key: the listings cannot be read.
-            server.facts = "" if status == 401 else f"status {status}"
+            server.facts = Facts("" if status == 401 else f"status {status}")
         if status == 403:
             server.facts = None
             self._note(server, is_ready=False, problem="its router_key is another one")
+            self._refuse(server, "router_key", server.problem)
             raise LostError(server.problem)
         server.facts_at = asyncio.get_running_loop().time()
-        status, page = await self._get(server, "/metrics")
+        status, page = await self._get(server, "/metrics", self._own_headers())
         if status == 200:
+            with suppress(ValueError):
+                self.page.note(server.name, page)
             for line in page.splitlines():
                 if line.startswith(b"ropewalk_kv_cache_tokens "):
                     server.num_cache_tokens = int(float(line.split()[1]))
@@ -218,17 +267,22 @@ class Fleet:
     def _update(self) -> None:
         """Set who takes requests: the ready servers that serve what most of them serve."""
         ready = [each for each in self.servers.values() if each.is_ready and not each.is_removed]
-        num_of = Counter(each.facts for each in ready if each.facts is not None)
+        num_of = Counter(each.facts.served for each in ready if each.facts is not None)
         if num_of:
             most = max(num_of.values())
-            leading = [facts for facts, num in num_of.items() if num == most]
+            leading = [served for served, num in num_of.items() if num == most]
             # A tie changes nothing.
             if self.agreed not in leading:
                 self.agreed = leading[0]
-        usable = [each for each in ready if each.facts == self.agreed]
+        usable = []
         for each in ready:
-            if each not in usable:
-                each.problem = "it serves another model or other settings than most servers"
+            if each.facts is None or self.agreed is None:
+                continue
+            if each.facts.served == self.agreed:
+                each.refusal = ""
+                usable.append(each)
+            else:
+                self._refuse(each, *difference(each.facts.served, self.agreed))
         names = {each.name: max(1, each.num_cache_tokens // PAGE_TOKENS) for each in usable}
         if set(names) != set(self.choice.replicas):
             for name in set(names) - set(self.choice.replicas):
@@ -241,6 +295,12 @@ class Fleet:
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)
 
+    def _refuse(self, server: Server, refusal: str, problem: str) -> None:
+        """Note, and log once, why a server that is ready takes no requests."""
+        if server.refusal != refusal:
+            _log.warning("server_refused", server=server.name, why=problem)
+        server.refusal, server.problem = refusal, problem
+
     def lost(self, server: Server, why: str) -> None:
         """Note that a server is gone: its streams go on elsewhere, and it must be ready again."""
         server.pool.lose(why)
@@ -248,7 +308,7 @@ class Fleet:
 
     def doubt(self, server: Server, why: str) -> None:
         """Give a server no more requests until its /ready, asked at once, says so again."""
-        server.facts = None
+        server.facts, server.refusal = None, ""
         self._note(server, is_ready=False, problem=why)
         server.is_doubtful.set()
 
@@ -283,44 +343,3 @@ class Fleet:
             return None
         self.choice.routed(request_id, asked, ranked[0])
         return self.servers[ranked[0]]
-
-
-async def _targets_of(address: str) -> list[Target]:
-    """Return the targets of an address. Raises OSError or UnicodeError if its name has none."""
-    parts = urlsplit(address)
-    host, is_tls = str(parts.hostname), parts.scheme == "https"
-    port = parts.port or (443 if is_tls else 80)
-    hosts = [host]
-    if not _is_number(host):
-        loop = asyncio.get_running_loop()
-        entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # Both families of one machine would be two servers.
-        families = {entry[0] for entry in entries}
-        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-        hosts = sorted(str(entry[4][0]) for entry in entries if entry[0] == family)
-    shown = (f"[{each}]" if ":" in each else each for each in hosts)
-    return [
-        Target(each, port, f"{name}:{port}", host if is_tls else None)
-        for each, name in zip(hosts, shown, strict=True)
-    ]
-
-
-def facts_of(models: Any) -> str:
-    """Return what a list of models tells that equal servers have in common."""
-    entries = models.get("data") if isinstance(models, dict) else None
-    if not isinstance(entries, list):
-        return "unreadable"
-    kept = [
-        {name: value for name, value in each.items() if name not in _OF_THE_START}
-        for each in entries
-        if isinstance(each, dict)
-    ]
-    return json.dumps(kept, sort_keys=True)
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -13,6 +13,7 @@ import structlog
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, ToldAnswer, new_answer
 from ropewalk.server.envelope import envelope
 from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.facts import Facts
 from ropewalk.server.router.fleet import Fleet, Server
 from ropewalk.server.router.replay import (
     DivergedError,
@@ -42,13 +43,17 @@ _PAUSE_S = 1.0  # before a stream asks busy servers again
 _MOST_UNSENT = 100  # tries that reach no server
 
 Start = Callable[[int, Headers], Awaitable[None]]
-Send = Callable[[bytes], Awaitable[None]]
+SendPart = Callable[[bytes], Awaitable[None]]
 
 _log = structlog.get_logger(__name__)
 
 
 class NoServerError(Exception):
     """No server could answer; the message says why."""
+
+    def __init__(self, why: str, code: str) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 class _NoTurnError(Exception):
@@ -68,7 +73,8 @@ class Asked:
     answer: ToldAnswer | None  # None: a route that generates nothing, or no key of the router
     sent: SentEvents = field(default_factory=SentEvents)
     has_begun: bool = False  # the client has the head of a stream
-    facts: str | None = None  # of the server that began the stream
+    is_whole: bool = False  # the client has the head of an answer that is whole
+    facts: Facts | None = None  # of the server that began the stream
     has_events: bool = False  # and more of it than comments
     num_lost: int = 0
     waits_until: float = 0.0  # the loop's time: the end of the wait for another server
@@ -92,7 +98,7 @@ class Forwarder:
         """Return a new identity for an answer; None if the servers would not take it."""
         return None if self._settings.router_key is None else new_answer(time.time())
 
-    async def run(self, asked: Asked, start: Start, send: Send) -> None:
+    async def run(self, asked: Asked, start: Start, send: SendPart) -> None:
         """Send a request on, and its answer back by `start` and `send`.
 
         Raises NoServerError if nothing has been sent back and no server can answer.
@@ -103,7 +109,7 @@ class Forwarder:
         finally:
             self._fleet.choice.ended(asked.request_id)
 
-    async def _try(self, asked: Asked, start: Start, send: Send) -> bool:
+    async def _try(self, asked: Asked, start: Start, send: SendPart) -> bool:
         """Ask one server; return False if another one has to be asked."""
         limit_s, loop = self._settings.wait_seconds, asyncio.get_running_loop()
         if asked.has_begun:
@@ -146,7 +152,7 @@ class Forwarder:
         return headers
 
     async def _answer(
-        self, asked: Asked, server: Server, exchange: Exchange, start: Start, send: Send
+        self, asked: Asked, server: Server, exchange: Exchange, start: Start, send: SendPart
     ) -> bool:
         """Send an answer back; return False if another server has to be asked."""
         if _is_stream(exchange):
@@ -159,6 +165,7 @@ class Forwarder:
         if asked.has_begun:
             raise DivergedError  # the request has been valid before
         self._fleet.choice.first_token(asked.request_id)
+        asked.is_whole = True
         await start(exchange.status, _sent_back(exchange.headers))
         await send(body)
         self._ended(asked, exchange.status)
@@ -188,7 +195,7 @@ class Forwarder:
         return True
 
     async def _stream(
-        self, asked: Asked, server: Server, exchange: Exchange, start: Start, send: Send
+        self, asked: Asked, server: Server, exchange: Exchange, start: Start, send: SendPart
     ) -> bool:
         """Send a stream back, or the part of it that the client does not have."""
         splitter, is_again = EventSplitter(), asked.has_begun
@@ -207,7 +214,9 @@ class Forwarder:
         self._ended(asked, exchange.status)
         return True
 
-    async def _send_new(self, asked: Asked, events: bytes, send: Send, *, is_again: bool) -> None:
+    async def _send_new(
+        self, asked: Asked, events: bytes, send: SendPart, *, is_again: bool
+    ) -> None:
         """Send what the client does not have of some events.
 
         Raises LostError if they tell that the server failed, and DivergedError.
@@ -226,7 +235,7 @@ class Forwarder:
         if is_failed:
             raise LostError("its engine ended")
 
-    async def _lost(self, asked: Asked, server: Server, error: LostError, send: Send) -> bool:
+    async def _lost(self, asked: Asked, server: Server, error: LostError, send: SendPart) -> bool:
         """Note a lost server; return False if the request can be sent again."""
         if not error.is_unsent:
             asked.num_lost += 1
@@ -249,12 +258,18 @@ class Forwarder:
             return True
         return False
 
-    async def _give_up(self, asked: Asked, send: Send, told: str, code: str) -> None:
+    async def end(self, asked: Asked, send: SendPart) -> None:
+        """End a request because the router ends. Raises NoServerError if nothing was sent back."""
+        if not asked.is_whole:
+            await self._give_up(asked, send, "The router is ending.", "draining")
+
+    async def _give_up(self, asked: Asked, send: SendPart, told: str, code: str) -> None:
         """End a stream with an error event. Raises NoServerError if nothing was sent back."""
         if not asked.has_begun:
             self._ended(asked, 503)
-            raise NoServerError(told)
-        self._metrics.continued("diverged" if code == "diverged" else "given_up")
+            raise NoServerError(told, code if code == "draining" else "no_server")
+        if asked.num_lost:
+            self._metrics.continued("diverged" if code == "diverged" else "given_up")
         await send(error_events(asked.path, told, code, asked.sent))
         self._ended(asked, 200)
 

@@ -46,6 +46,12 @@ class RouteMetrics:
             ["state"],
             registry=self._registry,
         )
+        self._refused = Gauge(
+            "ropewalk_router_refused_servers",
+            "Servers that are ready and get no requests, by the reason.",
+            ["reason"],
+            registry=self._registry,
+        )
         for kind in _KINDS:
             self._lost.labels(kind)
         for outcome in _OUTCOMES:
@@ -60,9 +66,11 @@ class RouteMetrics:
     def continued(self, outcome: str) -> None:
         self._continued.labels(outcome).inc()
 
-    def page(self, states: Mapping[str, str]) -> bytes:
-        """Return the page that Prometheus scrapes."""
+    def page(self, states: Mapping[str, str], refused: Mapping[str, int]) -> bytes:
+        """Return the router's own part of the page that Prometheus scrapes."""
         num_ready = sum(1 for state in states.values() if state == "ready")
         self._servers.labels("ready").set(num_ready)
         self._servers.labels("other").set(len(states) - num_ready)
+        for reason, num in refused.items():
+            self._refused.labels(reason).set(num)
         return generate_latest(self._registry)

@@ -55,6 +55,7 @@ class GracefulServer(uvicorn.Server):
         self._settings = settings
         self._on_start = on_start
         self._service: Service | None = None  # None: the model is loading, or there is none
+        self._end_requests: Callable[[], None] = lambda: None
         self._is_loading = True
         self._spans: SpanSource | None = None
         self._is_ending = False
@@ -89,9 +90,12 @@ class GracefulServer(uvicorn.Server):
         service.engine.start(self._engine_died, service.output_queue.flush)
         self.door.app = app
 
-    def serve_without_model(self) -> None:
-        """Let requests that run end when a signal comes, although no engine is there."""
-        self._is_loading = False
+    def serve_without_model(self, end_requests: Callable[[], None]) -> None:
+        """Let requests that run end when a signal comes, although no engine is there.
+
+        `end_requests` is called when their time is up.
+        """
+        self._is_loading, self._end_requests = False, end_requests
 
     def reload_on(self, hangups: Hangups, reloader: "Reloader") -> None:
         """Read the settings again at each SIGHUP from now on. Call it on the event loop."""
@@ -185,6 +189,7 @@ class GracefulServer(uvicorn.Server):
         if not await self.door.drain(self._settings.shutdown_timeout_seconds):
             self._num_unfinished = self.door.num_running
             await asyncio.to_thread(self.stop_engine)
+            self._end_requests()
             await self.door.drain(_FAREWELL_S)
         self.should_exit = True
 

@@ -26,6 +26,7 @@ from ropewalk.server.access.allowance import KeyMetrics
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
+from ropewalk.server.api.fingerprint import AskedFingerprint
 from ropewalk.server.api.output_queue import OutputQueue
 from ropewalk.server.api.service import Service
 from ropewalk.server.errors import rejection_reasons
@@ -47,9 +48,9 @@ from ropewalk.server.startup.banner_lines import (
 )
 from ropewalk.server.startup.load_model import load_model
 from ropewalk.server.startup.model_facts import facts_of
+from ropewalk.server.startup.planning.template_of import chat_template_of
 from ropewalk.server.startup.serving_plan import (
     ServingPlan,
-    chat_template_of,
     plan_deployments,
     plan_serving,
     profiles_of,
@@ -110,8 +111,28 @@ def load_service(
         return loaded.engine(metrics)
 
     tokenizer = loaded.checkpoint.tokenizer
-    service = make_service(settings, loaded.served, tokenizer, make_engine, keys=keys)
+    service = make_service(
+        settings,
+        loaded.served,
+        tokenizer,
+        make_engine,
+        keys=keys,
+        fingerprint=_fingerprint(settings, loaded),
+    )
     return service, loaded.served.banner
+
+
+def _fingerprint(settings: ServeSettings, loaded: LoadedModel) -> "AskedFingerprint | None":
+    """Return what makes the fingerprint when a router asks for it; None if none is trusted."""
+    if settings.router_key is None:
+        return None
+    from ropewalk.server.startup.fingerprint import make_fingerprint  # noqa: PLC0415  # rare
+
+    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer)
+    config = loaded.served.plan.config
+    return AskedFingerprint(
+        partial(make_fingerprint, loaded.checkpoint, config, settings, template)
+    )
 
 
 def load_served(
@@ -144,10 +165,12 @@ def make_service(
     *,
     keys: KeyTable | None = None,
     watch: type[AnswerWatch] = AnswerWatch,
+    fingerprint: AskedFingerprint | None = None,
 ) -> Service:
     """Build the service of a model over the engine that `make_engine` returns.
 
-    `watch`: another class of the metrics that tell open requests of their ends.
+    `watch`: another class of the metrics that tell open requests of their ends. `fingerprint`: of
+    the model, for a router that is trusted.
     """
     chat_template, chat_formats = _chat_of(settings, tokenizer)
     factory = MetricFactory()
@@ -177,6 +200,7 @@ def make_service(
         chat_template=chat_template,
         chat_formats=chat_formats,
         key_ring=ring,
+        fingerprint=fingerprint,
         output_queue=output_queue,
         grammars=GrammarCompiler(
             tokenizer,

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.model_runtime.errors import RequestError, RopewalkError
+from ropewalk.model_runtime.errors import OutputNotReadError, RequestError, RopewalkError
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
 from ropewalk.server.api.json_body import JsonBodyRoute
@@ -18,6 +18,7 @@ from ropewalk.server.api.output_queue import event, json_bytes
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
+from ropewalk.server.errors import OUTPUT_NOT_READ
 from ropewalk.server.turns.block_schema import messages_for_template
 from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare, prompt_ids, render
 from ropewalk.server.turns.message_schema import (
@@ -77,7 +78,8 @@ class MessageAnswer(EventAnswer[MessagesRequest]):
 
     def error_events(self, error: RopewalkError) -> bytes:
         kind = "invalid_request_error" if isinstance(error, RequestError) else "api_error"
-        return _event("error", error={"type": kind, "message": str(error)})
+        code = {"code": OUTPUT_NOT_READ} if isinstance(error, OutputNotReadError) else {}
+        return _event("error", error={"type": kind, "message": str(error), **code})
 
     def _message(self, output: Output | None) -> dict[str, Any]:
         """Build the object; `output`: the last one, at the end."""

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
+from starlette.requests import Request as HttpRequest
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.generation_schema import TokenId
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.rope_schema import PositionsField
@@ -69,6 +71,9 @@ class Model(Body):
     owned_by: Literal["ropewalk"] = "ropewalk"
     max_model_len: int
     meta: ModelMeta
+    # Of its answers' bytes, for routers: docs/router.md#servers-that-differ
+    fingerprint: str | None = Field(None, exclude_if=is_none)
+    arithmetic: str | None = Field(None, exclude_if=is_none)
     ropewalk: ScalingEntry
 
 
@@ -185,7 +190,15 @@ def model_router(service: Service) -> APIRouter:
     """Build a router with the routes over one service."""
     router = APIRouter(route_class=JsonBodyRoute)
 
-    def model_of(deployment: Deployment, name: str) -> Model:
+    async def fingerfoundfor(asked: HttpRequest) -> Fingerprint | None:
+        """Return what is known; a router that is trusted waits until it is."""
+        asking = service.fingerprint
+        if asking is None:
+            return None
+        is_router = asked.scope.get("state", {}).get("is_router")
+        return await asking.made() if is_router else asking.known
+
+    def model_of(deployment: Deployment, name: str, found: Fingerprint | None) -> Model:
         formats = service.chat_formats
         return Model(
             id=name,
@@ -193,6 +206,8 @@ def model_router(service: Service) -> APIRouter:
             created=service.created,
             max_model_len=deployment.max_len,
             meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
+            fingerprint=None if found is None else found.of_name(deployment),
+            arithmetic=None if found is None else found.arithmetic,
             ropewalk=ScalingEntry(
                 original_max_position_embeddings=deployment.original_len,
                 rope_type=deployment.rope_type,
@@ -217,13 +232,15 @@ def model_router(service: Service) -> APIRouter:
         )
 
     @router.get("/v1/models")
-    async def models() -> ModelList:
+    async def models(asked: HttpRequest) -> ModelList:
+        found = await fingerfoundfor(asked)
         names = (*service.deployments, *service.aliases)
-        return ModelList(data=[model_of(service.deployment(each), each) for each in names])
+        return ModelList(data=[model_of(service.deployment(each), each, found) for each in names])
 
     @router.get("/v1/models/{name:path}")  # a hub id has a slash
-    async def model(name: str) -> Model:
-        return model_of(service.deployment(name), name)
+    async def model(name: str, asked: HttpRequest) -> Model:
+        found = await fingerfoundfor(asked)
+        return model_of(service.deployment(name), name, found)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

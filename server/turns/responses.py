@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from ropewalk.model_runtime.errors import RequestError, RopewalkError
+from ropewalk.model_runtime.errors import OutputNotReadError, RequestError, RopewalkError
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
 from ropewalk.server.api.json_body import JsonBodyRoute
@@ -13,6 +13,7 @@ from ropewalk.server.api.output_queue import OPENING, event
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
+from ropewalk.server.errors import OUTPUT_NOT_READ
 from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare
 from ropewalk.server.turns.item_schema import messages_of
 from ropewalk.server.turns.part_answer import EventAnswer, Part
@@ -89,6 +90,8 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
         """Return the event of an answer that failed."""
         response = self._response("failed")
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+        if isinstance(error, OutputNotReadError):
+            code = OUTPUT_NOT_READ
         response["error"] = {"code": code, "message": str(error)}
         return self._event("response.failed", response=response)
 

@@ -3,9 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
@@ -19,7 +16,13 @@ from ropewalk.model_runtime.engine.kv_disk.finite import (
     sealed_check,
 )
 from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
-from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
+from ropewalk.model_runtime.engine.kv_disk.identity import (
+    WeightFiles,
+    arithmetic_facts,
+    dtype_name,
+    identity_of,
+    model_facts,
+)
 from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP, FolderStore
 from ropewalk.model_runtime.engine.kv_disk.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
@@ -28,14 +31,9 @@ from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT, parse_
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.known_trials import fingerprint
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.backends import described, multiplies_pairs
 from ropewalk.model_runtime.size_text import size_text
 
-_ROOT = Path(__file__).parents[3]
-# Beside attention, kernels and layers: how weights and angles are made.
-_SOURCES = (_ROOT / "rope", *(_ROOT / "model_runtime" / each for each in ("formats", "loading")))
 _LEAST_BUFFERS = 4
 
 
@@ -59,7 +57,11 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     files = WeightFiles(checkpoint.source, checkpoint.versions)
 
     def make_format() -> PageFormat:
-        facts = _facts(checkpoint, config, store)
+        facts = {
+            "version": VERSION,
+            **model_facts(checkpoint, config),
+            **arithmetic_facts(checkpoint),
+        }
         # A store on the network has no place for the hashes of files.
         content = files.content(known_in=config.kv_disk)
         return replace(form, identity=identity_of({**facts, "weights": content}))
@@ -71,7 +73,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     )
     counting = Counting()
     to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
-    writer = Writer(place, open_store, _check_of(checkpoint, config), to_write, counting)
+    writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
     reader = Reader(to_read, counting, lambda key: writer.delete([key]))
     return DiskTier(memory, writer, reader, counting)
 
@@ -112,10 +114,10 @@ def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
     return url.shown, lambda: ValkeyStore(url, make_format())
 
 
-def _check_of(checkpoint: Checkpoint, config: EngineConfig) -> IsFinite:
+def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> IsFinite:
     """Return the check that a page's numbers are finite."""
-    if config.kv_cache_dtype == EXACT:
-        return plain_check(_name(checkpoint.dtype))
+    if config.kv_cache_dtype not in FORMATS:
+        return plain_check(dtype_name(store.dtype))
     form, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
     return sealed_check(
         [
@@ -141,36 +143,7 @@ def _unnamed(
         bytes(32),
         config.page_size,
         len(checkpoint.plans),
-        _name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
+        dtype_name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
         store.row_keys,
         memory.num_bytes,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _facts(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> dict[str, object]:
-    """Return what decides the bits of a page beside the weights' files, profile and tokens."""
-    plans = checkpoint.plans
-    return {
-        "version": VERSION,
-        "dtype": _name(checkpoint.dtype),
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "page_size": config.page_size,
-        "keys_by_token": store.row_keys,
-        "layers": [
-            [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]
-            for index in sorted(plans)
-        ],
-        "architecture": type(checkpoint.model).__name__,
-        "weights_held": None if checkpoint.low_bits is None else checkpoint.low_bits.formats,
-        "products": checkpoint.products,
-        "attention": described(checkpoint.device),
-        # A trial by time decides this, so equal machines may differ.
-        "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
-        # Where the self-check found that a row's bits depend on the batch, threads may, too.
-        "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
-        "arithmetic": fingerprint(*_SOURCES),
-    }

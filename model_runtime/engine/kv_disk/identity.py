@@ -3,6 +3,9 @@
 It covers the content of the weights, their form in memory, the layout of a page, and the
 arithmetic: processor, libraries, and the sources of attention, kernels and layers. A name or a path
 is no part of it. The profile and the salt of a request are in the keys of its pages.
+
+A server's fingerprint keeps two parts apart. Servers that differ in `model_facts` or in weights
+serve another model, and servers that differ in `arithmetic_facts` serve it on another machine.
 """
 
 import hashlib
@@ -14,10 +17,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.known_trials import fingerprint
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import version_of
+from ropewalk.model_runtime.runner.backends import backend_for, described, multiplies_pairs
 
+_ROOT = Path(__file__).parents[3]
+# Beside attention, kernels and layers: how weights and angles are made.
+_SOURCES = (_ROOT / "rope", *(_ROOT / "model_runtime" / each for each in ("formats", "loading")))
 _KNOWN = "weights.json"  # hashes by file, so that a restart reads no weights
 _MOST_KNOWN = 256
 _BLOCK = 1 << 20
@@ -28,6 +40,40 @@ def identity_of(facts: Mapping[str, Any]) -> bytes:
     """Return the identity, 32 bytes, of facts that JSON can hold; their order does not matter."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).digest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, object]:
+    """Return what settings and files decide: number types, layers, and the length of a page."""
+    plans = checkpoint.plans
+    return {
+        "dtype": dtype_name(checkpoint.dtype),
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "page_size": config.page_size,
+        "layers": [
+            [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]
+            for index in sorted(plans)
+        ],
+        "architecture": type(checkpoint.model).__name__,
+        "weights_held": None if checkpoint.low_bits is None else checkpoint.low_bits.formats,
+    }
+
+
+def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what processor, libraries and our kernels decide."""
+    return {
+        "keys_by_token": backend_for(checkpoint.device).row_keys,
+        "products": checkpoint.products,
+        "attention": described(checkpoint.device),
+        # A trial by time decides this, so equal machines may differ.
+        "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
+        # Where the self-check found that a row's bits depend on the batch, threads may, too.
+        "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
+        "arithmetic": fingerprint(*_SOURCES),
+    }
 
 
 class ChangedError(OSError):

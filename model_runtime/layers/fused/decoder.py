@@ -232,7 +232,7 @@ class DecoderLayers:
         fields = each.fields
         key, value = arrays[fields[kernel.SECOND]], arrays[fields[kernel.THIRD]]
         places = (key, fields[kernel.SECOND_AT], value, fields[kernel.THIRD_AT])
-        _cpu(step).write_columns(*places, step.store.arrays[source.layer])
+        _cpu(step, source.layer).write_columns(*places, step.store.arrays[source.layer])
 
     def _attend(self, place: int, source: Attend, step: PagedStep, arrays: list[Any]) -> Numbers:
         """Return a layer's attention, head by head."""
@@ -246,7 +246,7 @@ class DecoderLayers:
             factors_X[kernel.SOFTCAP],
             sinks_H,
         )
-        backend, query_TC = _cpu(step), arrays[fields_F[kernel.FIRST]]
+        backend, query_TC = _cpu(step, source.layer), arrays[fields_F[kernel.FIRST]]
         pages = step.store.arrays[source.layer]
         return backend.attend(query_TC, source.num_heads, pages, params, backend.ranged(tables))
 
@@ -267,6 +267,8 @@ class DecoderLayers:
             _LIKE_SCALE,
             backend.destinations,
             backend.sequences,
+            *backend.pages_of_groups,
+            step.store.group_L,
             tuple((tables * MOST_TABLES)[:MOST_TABLES]),
         ).unnamed()
         num_threads = self._num_threads(backend)
@@ -364,9 +366,11 @@ def _is_on_rows(each: Instruction) -> bool:
     return not isinstance(each.source, Product | Attend | Route | Enter | Leave)
 
 
-def _cpu(step: PagedStep) -> CpuAttention:
-    assert isinstance(step.backend, CpuAttention)
-    return step.backend
+def _cpu(step: PagedStep, layer: int | None = None) -> CpuAttention:
+    """Return the backend of a layer's pages; without a layer that of the first group."""
+    backend = step.backend if layer is None else step.backend_of(layer)
+    assert isinstance(backend, CpuAttention)
+    return backend
 
 
 def restore(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.server.ray.autoscale import TokenLoad, by_tokens
 from tests.processes import running_server
 from tests.server.ray.cluster import body, metrics_of, stream
@@ -40,8 +41,21 @@ def test_a_load_is_a_share_of_the_cache_and_of_the_steps_that_wait() -> None:
     config = EngineConfig(
         kv_cache_tokens=1024, max_model_len=256, page_size=64, max_num_batched_tokens=128
     )
-    assert TokenLoad(running=1024).share_of(config) == 1
+    assert TokenLoad(running=[1000, 24]).share_of(config) == 1
     assert TokenLoad(waiting=8 * 128).share_of(config) == 1
+
+
+def test_a_request_beyond_a_window_is_a_share_of_pages_not_of_tokens() -> None:
+    """One layer of two holds its window and a step: 6 pages of each request, of 2 x 16."""
+    config = EngineConfig(
+        kv_cache_tokens=1024,
+        max_model_len=4096,
+        page_size=64,
+        max_num_batched_tokens=128,
+        page_groups=PageGroups(((0,), (1,)), (None, 128)),
+    )
+    assert TokenLoad(running=[640]).share_of(config) == (10 + 6) / 32
+    assert TokenLoad(running=[64, 64]).share_of(config) == 4 / 32
 
 
 @pytest.mark.long

@@ -21,6 +21,8 @@ class OtherServer:
         self.status = 200  # another one is answered instead of the stream
         self.status_afterwards: int | None = None  # as `status`, behind the first stream
         self.code = "of_the_other"
+        self.is_hashing = False  # /v1/models does not answer
+        self.is_held = False  # behind the parts of a stream, or before another answer
         self.num_asked = 0
         self.url = ""
         self.port = 0
@@ -30,6 +32,8 @@ class OtherServer:
         if path == "/ready":
             await self._json(send, 200 if self.is_ready else 503, {})
         elif path == "/v1/models":
+            while self.is_hashing:  # noqa: ASYNC110  # another thread sets it
+                await asyncio.sleep(0.01)
             await self._json(send, 200, self.models)
         elif scope["method"] == "POST":
             await self._answer(receive, send)
@@ -41,6 +45,7 @@ class OtherServer:
         while (await receive()).get("more_body"):
             pass
         if self.status != 200:
+            await self._held()
             await self._json(send, self.status, {"error": {"code": self.code}})
             return
         head = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -48,8 +53,13 @@ class OtherServer:
         for part in self.parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await asyncio.sleep(0.05)  # for the bytes to be read
+        await self._held()
         self.status = self.status_afterwards or self.status
         # uvicorn closes the connection of an answer that is not whole.
+
+    async def _held(self) -> None:
+        while self.is_held:  # noqa: ASYNC110  # another thread sets it
+            await asyncio.sleep(0.01)
 
     async def _json(self, send: Any, status: int, body: Any) -> None:
         content = json.dumps(body).encode()

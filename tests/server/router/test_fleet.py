@@ -189,3 +189,23 @@ def test_a_check_that_fails_by_itself_is_made_again(monkeypatch: pytest.MonkeyPa
         assert num_failed > 1
 
     run(test)
+
+
+def test_a_server_whose_fingerprint_is_not_there_yet_is_told_of() -> None:
+    """Its hash of large weights takes longer than a check waits; afterwards it takes requests."""
+
+    async def test() -> None:
+        with other_server() as server, structlog.testing.capture_logs() as lines:
+            server.is_hashing = True
+            async with watched(server.url, silence_s=0.2) as fleet:
+                await until(lambda: fleet.refused()["pending"] == 1)
+                await asyncio.sleep(0.5)
+                assert not fleet.usable
+                server.is_hashing = False
+                await until(lambda: bool(fleet.usable))
+                assert not any(fleet.refused().values())
+        told = [each["why"] for each in lines if each["event"] == "server_refused"]
+        assert len(told) == 1
+        assert "weights" in told[0]
+
+    run(test)

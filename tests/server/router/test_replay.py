@@ -111,6 +111,9 @@ def test_failures_of_a_server_are_told_from_those_of_a_request() -> None:
         assert not tells_failure(other.replace(b"server_error", b"invalid_prompt"))
     assert not tells_failure(event('event: error "engine_stopped"'))
     for failure in failures:  # its client did not read
-        unread = failure.replace(b'"code"', b'"message": "9 unread (max_unread_tokens)", "code"')
-        assert not tells_failure(unread.replace(b'"api', b'"(max_unread_tokens)", "api'))
+        unread = failure.replace(b'"engine_stopped"', b'"output_not_read"')
+        unread = unread.replace(b'"server_error"', b'"output_not_read"')
+        assert not tells_failure(unread.replace(b'_error"}', b'_error", "code":"output_not_read"}'))
+        told = failure.replace(b'error": {', b'error": {"message": "of output_not_read", ')
+        assert tells_failure(told), "the message is not the code"
     assert list(events_in(b"".join(failures))) == failures

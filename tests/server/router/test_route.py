@@ -23,9 +23,9 @@ KEY = "a-key-of-the-router"
 _IDS = re.compile(
     rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|created_at)\": ?[0-9]+"
 )
-_FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
-_ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
-_HASTY = (*_ROUTER[:-1], "0.7")  # for servers that are stopped
+FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
+ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
+HASTY = (*ROUTER[:-1], "0.7")  # for servers that are stopped
 # Answers that a signal has to meet are far longer than the time until it comes.
 FAR = 1000
 LONG = {"max_tokens": FAR, "min_tokens": FAR, "temperature": 1.0, "stream": True}
@@ -33,12 +33,12 @@ LONG = {"max_tokens": FAR, "min_tokens": FAR, "temperature": 1.0, "stream": True
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Server]]:
-    with running_server(*_FLAGS) as first, running_server(*_FLAGS) as second:
+    with running_server(*FLAGS) as first, running_server(*FLAGS) as second:
         yield [first, second]
 
 
 @contextmanager
-def routed(*urls: str, flags: tuple[str, ...] = _ROUTER, num_ready: int) -> Iterator[str]:
+def routed(*urls: str, flags: tuple[str, ...] = ROUTER, num_ready: int) -> Iterator[str]:
     """The URL of a router that has found so many servers ready."""
     with running_server(*urls, *flags, subcommand="route") as router:
         until(lambda: metric(router.url, 'servers{state="ready"}') == num_ready)
@@ -53,7 +53,7 @@ def router(servers: list[Server]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def hasty_router(servers: list[Server]) -> Iterator[str]:
-    with routed(*(each.url for each in servers), flags=_HASTY, num_ready=2) as url:
+    with routed(*(each.url for each in servers), flags=HASTY, num_ready=2) as url:
         yield url
 
 
@@ -245,7 +245,7 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
 
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
-    with running_server(*_FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
+    with running_server(*FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
         asked = [(path, body_for(path, number, FAR)) for number in range(2) for path in PATHS[:2]]
         expected = alone(servers[0], asked)
         readers = [Reader(url, path, body) for path, body in asked]
@@ -286,7 +286,7 @@ def beside(server: Server, *flags: str) -> Iterator[tuple[str, OtherServer]]:
     with other_server() as other:
         key = {"X-Ropewalk-Router-Key": KEY}
         other.models = httpx.get(f"{server.url}/v1/models", headers=key).json()
-        flags = (*_ROUTER, "--routing", "round_robin", *flags)
+        flags = (*ROUTER, "--routing", "round_robin", *flags)
         with routed(other.url, server.url, flags=flags, num_ready=2) as url:
             yield url, other
 
@@ -328,7 +328,7 @@ def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
     first = b'data: {"text": "a"}\n\n'
     with other_server() as other:
         other.parts, other.status_afterwards = [first], 429
-        with routed(other.url, flags=(*_ROUTER, "--wait-seconds", "1.5"), num_ready=1) as url:
+        with routed(other.url, flags=(*ROUTER, "--wait-seconds", "1.5"), num_ready=1) as url:
             got = httpx.post(f"{url}/v1/completions", json={"stream": True}, timeout=60).content
     assert got.startswith(first)
     assert b'"code": "no_server"' in got

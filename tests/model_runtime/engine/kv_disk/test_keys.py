@@ -4,16 +4,18 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels import trials
-from ropewalk.model_runtime.engine.kv_disk import build
-from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError, WeightFiles, identity_of
+from ropewalk.model_runtime.engine.kv_disk.identity import (
+    ChangedError,
+    WeightFiles,
+    arithmetic_facts,
+    identity_of,
+)
 from ropewalk.model_runtime.loading import checkpoint
 from ropewalk.model_runtime.loading import file_versions as file_versions_module
 from ropewalk.model_runtime.loading.file_versions import file_versions, version_of
@@ -183,10 +185,6 @@ def test_products_in_pairs_are_in_the_identity(
 ) -> None:
     """Two equal machines may find different ways faster."""
     monkeypatch.setattr(trials, "pairs_pay", lambda: pays)
-    config, store = (
-        EngineConfig(kv_cache_tokens=64, max_model_len=64, page_size=16),
-        SimpleNamespace(row_keys=True),
-    )
     for dtype, is_expected in ((torch.bfloat16, pays), (torch.float32, False)):
         held = replace(llama_checkpoint, dtype=dtype)
-        assert build._facts(held, config, store)["pairs"] == is_expected  # type: ignore[arg-type]
+        assert arithmetic_facts(held)["pairs"] == is_expected

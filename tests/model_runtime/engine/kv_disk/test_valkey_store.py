@@ -1,6 +1,7 @@
 """A real store on the network: the same bits and the same promises as with a folder."""
 
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -350,3 +351,37 @@ def test_a_user_with_the_documented_rights_suffices(
     server.tier._writer.store.discard([bytes(32)])  # type: ignore[union-attr]
     server.tier._writer.store.touch([(bytes(32), 0)])  # type: ignore[union-attr]
     assert pauses(logs) == []
+
+
+@pytest.mark.parametrize(
+    "case",  # host, whether the authority is named, whether it is right
+    [("localhost", True, True), ("localhost", False, False), ("127.0.0.1", True, False)],
+)
+def test_tls_checks_the_certificate_and_its_name(
+    engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, case: tuple[str, bool, bool]
+) -> None:
+    """The certificate is of localhost, and signed by itself."""
+    host, has_ca, is_right = case
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    made += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost"]
+    made += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tls = ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    tls += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    url = f"valkeys://{host}:{port}"
+    if has_ca:
+        url += f"?ssl_ca_certs={certificate}"
+    with running_store(tmp_path, *tls), structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            server = Server(engines, checkpoint, url)
+            _, num_cached = server.ask(asked(checkpoint))
+            server.stop()
+    assert num_cached == is_right * NUM_PAGES * 16
+    told = sorted(what for what, _ in pauses(logs))
+    assert told == ([] if is_right else ["reads", "reads", "writes", "writes"])
+    assert all("ertificate" in reason for _, reason in pauses(logs))

@@ -1,0 +1,187 @@
+"""Servers that fail without ending: cut off, slow, or replaced while streams run."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import Server, running_server, without_replicas
+from tests.server.router.in_namespace import MODULE, VARIABLE
+from tests.server.router.restarted import restarted
+from tests.server.router.test_route import (
+    FAR,
+    FLAGS,
+    HASTY,
+    PATHS,
+    ROUTER,
+    Reader,
+    alone,
+    body_for,
+    events,
+    metric,
+    routed,
+    until,
+)
+
+pytestmark = without_replicas
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2's command. Raises CalledProcessError."""
+    program = shutil.which("ip")
+    assert program is not None
+    subprocess.run([program, *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def namespace() -> Iterator[tuple[str, str, str]]:
+    """A network namespace behind a pair of interfaces: its name, its interface and its address.
+
+    The test is skipped where none can be made.
+    """
+    number = uuid.uuid4().int
+    name, host, inside = (f"rw{each}{number % 0xFFFFFF:06x}" for each in ("n", "h", "i"))
+    subnet = f"10.{200 + number % 50}.{number // 50 % 250}"
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("a network namespace needs root and iproute2")
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespace can be made: {error.stderr!r}")
+    try:
+        try:
+            ip("link", "add", host, "type", "veth", "peer", "name", inside, "netns", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no pair of interfaces can be made: {error.stderr!r}")
+        ip("addr", "add", f"{subnet}.1/30", "dev", host)
+        ip("link", "set", host, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "addr", "add", f"{subnet}.2/30", "dev", inside)
+        ip("-n", name, "link", "set", inside, "up")
+        yield name, inside, f"{subnet}.2"
+    finally:
+        with suppress(subprocess.CalledProcessError):
+            ip("link", "del", host)
+        ip("netns", "del", name)
+
+
+def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection breaks, and the server runs on. It is chosen again when packets pass."""
+    with namespace() as (name, interface, address), running_server(*FLAGS) as near:
+        monkeypatch.setenv(VARIABLE, name)
+        with (
+            running_server(*FLAGS, "--host", address, module=MODULE) as far,
+            routed(near.url, far.url, flags=HASTY, num_ready=2) as url,
+        ):
+            asked = [(path, body_for(path, 5, FAR)) for path in PATHS]
+            expected = alone(near, asked)
+            readers = [Reader(url, path, body) for path, body in asked * 2]
+            for each in readers:
+                assert each.has_begun.wait(60)
+            ip("-n", name, "link", "set", interface, "down")
+            try:
+                for each in readers:
+                    each.join(60)
+                until(lambda: metric(url, 'servers{state="ready"}') == 1)
+            finally:
+                ip("-n", name, "link", "set", interface, "up")
+            for each, wanted in zip(readers, expected * 2, strict=True):
+                assert events(each.data) == wanted
+            assert metric(url, 'continued_total{outcome="ok"}') > 0
+            assert metric(url, 'continued_total{outcome="diverged"}') == 0
+            until(lambda: metric(url, 'servers{state="ready"}') == 2)
+
+
+@contextmanager
+def slow(server: Server) -> Iterator[None]:
+    """A server that runs for a tenth of the time, a fraction of a second each."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            os.kill(server.pid, signal.SIGSTOP)
+            time.sleep(0.27)
+            os.kill(server.pid, signal.SIGCONT)
+            time.sleep(0.03)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_slow_server_keeps_its_streams() -> None:
+    """It is heard within `silence_seconds`, so it is not lost, and no stream is sent again."""
+    with (
+        running_server(*FLAGS) as first,
+        running_server(*FLAGS) as second,
+        routed(first.url, second.url, num_ready=2) as url,
+    ):
+        asked = [(path, body_for(path, 6, 100)) for path in PATHS]
+        expected = alone(first, asked)
+        with slow(second):
+            readers = [Reader(url, path, body) for path, body in asked * 2]
+            for each in readers:
+                each.join(120)
+        for each, wanted in zip(readers, expected * 2, strict=True):
+            assert events(each.data) == wanted
+        for kind in ("retry", "continuation"):
+            assert metric(url, f'retries_total{{kind="{kind}"}}') == 0
+        page = httpx.get(f"{second.url}/metrics").text
+        assert 'finish_reason="length"' in page, "it had some of the streams"
+
+
+def test_a_newer_version_replaces_servers_while_streams_run() -> None:
+    """One server after another ends by SIGTERM and begins with another fingerprint."""
+    # It decides other answers' bytes than those of this test.
+    newer = ("--max-parallel-tool-calls", "3")
+    is_over = threading.Event()
+    asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS]
+
+    def stream(url: str, request: tuple[str, dict[str, Any]]) -> list[list[bytes]]:
+        """The events of one stream after the other, until the servers are replaced."""
+        found = []
+        while not is_over.is_set():
+            answer = httpx.post(url + request[0], json=request[1], timeout=120)
+            assert answer.status_code == 200, answer.text
+            found.append(events(answer.content))
+        return found
+
+    with restarted(3, *FLAGS) as servers:
+        expected = alone(servers[0].server, asked)
+        urls = [each.url for each in servers]
+        with (
+            routed(*urls, flags=(*ROUTER, "--routing", "least_loaded"), num_ready=3) as url,
+            ThreadPoolExecutor(len(asked)) as pool,
+        ):
+            streams = [pool.submit(stream, url, each) for each in asked]
+            try:
+                for number, each in enumerate(servers, 1):
+                    each.end(signal.SIGTERM)
+                    each.start(*newer)
+                    num_ready = 2 if number < 3 else 3
+                    refused = 1 if number < 3 else 0
+                    until(lambda num=num_ready: metric(url, 'servers{state="ready"}') == num)
+                    name = 'refused_servers{reason="fingerprint"}'
+                    until(lambda num=refused, name=name: metric(url, name) == num)
+            finally:
+                is_over.set()
+            for each, wanted in zip(streams, expected, strict=True):
+                found = each.result()
+                assert found
+                assert all(one == wanted for one in found)
+            assert metric(url, 'continued_total{outcome="diverged"}') == 0
+            assert metric(url, 'continued_total{outcome="given_up"}') == 0

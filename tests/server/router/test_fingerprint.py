@@ -1,0 +1,133 @@
+"""Servers that serve something else under the same names take no requests."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.api.fingerprint import AskedFingerprint, Fingerprint
+from ropewalk.server.router.facts import Facts, difference, facts_of
+from tests.processes import Server, running_server, without_replicas
+from tests.server.router.test_route import FLAGS, KEY, metric, routed, until
+
+pytestmark = without_replicas
+
+_SAME = ("--served-model-name", "ropewalk-demo", "--rope-scaling")
+_SCALING = '{"rope_type": "yarn", "factor": 8.0}'
+
+
+def copied(folder: Path, *, with_other_weight: bool) -> Path:
+    """The embedded model in another folder; the last number of its weights may be another one."""
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= with_other_weight  # the lowest bit of an exponent
+    file.write_bytes(content)
+    return folder
+
+
+def listing(server: Server, *, with_key: bool = True) -> dict[str, Any]:
+    """What a server tells about its only model."""
+    headers = {"X-Ropewalk-Router-Key": KEY} if with_key else {}
+    (entry,) = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).json()["data"]
+    found: dict[str, Any] = entry
+    return found
+
+
+def test_other_weights_and_number_types_are_refused(tmp_path: Path) -> None:
+    """Their names and listings are the same. A copy of the model elsewhere is the same model."""
+    changed = copied(tmp_path / "changed", with_other_weight=True)
+    same = copied(tmp_path / "same", with_other_weight=False)
+    with (
+        running_server(*FLAGS) as first,
+        running_server(*FLAGS, "--model", str(same), *_SAME, _SCALING) as second,
+        running_server(*FLAGS, "--model", str(changed), *_SAME, _SCALING) as other_weights,
+        running_server(*FLAGS, "--dtype", "bfloat16") as other_type,
+    ):
+        servers = (first, second, other_weights, other_type)
+        assert "fingerprint" not in listing(first, with_key=False), "no router has asked"
+        told = [listing(each) for each in servers]
+        prints = [each.pop("fingerprint") for each in told]
+        arithmetic = [each.pop("arithmetic") for each in told]
+        for each in told:
+            del each["created"]
+        assert told == [told[0]] * 4
+        assert prints[0] == prints[1]
+        assert len(set(prints)) == 3
+        assert len(set(arithmetic[:3])) == 1
+        assert listing(first, with_key=False)["fingerprint"] == prints[0]
+        by_name = httpx.get(f"{first.url}/v1/models/ropewalk-demo").json()
+        assert by_name["fingerprint"] == prints[0]
+        with routed(*(each.url for each in servers), num_ready=2) as url:
+            until(lambda: metric(url, 'refused_servers{reason="fingerprint"}') == 2)
+            asked = {"prompt": "import", "max_tokens": 1}
+            for _ in range(6):
+                assert httpx.post(f"{url}/v1/completions", json=asked).status_code == 200
+            for refused in (other_weights, other_type):
+                page = httpx.get(f"{refused.url}/metrics").text
+                assert "ropewalk_prompt_tokens_total 0.0" in page
+
+
+def test_the_log_tells_why_a_server_is_refused() -> None:
+    """One line, with the beginnings of both fingerprints."""
+    with running_server(*FLAGS) as first, running_server(*FLAGS, "--page-size", "32") as second:
+        router = running_server(
+            first.url, second.url, "--router-key", KEY, "--check-seconds", "0.1", subcommand="route"
+        )
+        with router as running:
+            until(lambda: any("server_refused" in line for line in running.log))
+            until(lambda: metric(running.url, 'refused_servers{reason="fingerprint"}') == 1)
+            prints = [listing(each)["fingerprint"][:8] for each in (first, second)]
+            (line,) = [each for each in running.log if "server_refused" in each]
+            assert all(each in line for each in prints)
+            assert "weights, number types, settings or version" in line
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_fingerprints_count_with_a_key_only(*, has_key: bool) -> None:
+    """Without one, a server tells its own only after another router has asked."""
+    entry = {"id": "a", "created": 1, "fingerprint": "f", "arithmetic": "x"}
+    others = [{**entry, "created": 2}, {**entry, "fingerprint": "g"}, {**entry, "arithmetic": "y"}]
+    first, same, served, computed = (
+        facts_of({"data": [each]}, has_key=has_key) for each in (entry, *others)
+    )
+    assert first == same
+    assert (first.served == served.served) != has_key
+    assert first.served == computed.served, "such a server takes requests"
+    assert (first == computed) != has_key, "but no stream of the first one"
+
+
+def test_the_difference_names_listing_or_fingerprint() -> None:
+    one, other = Facts("a", ("1234567890", "same")), Facts("a", ("abcdefghij", "same"))
+    reason, told = difference(one.served, other.served)
+    assert reason == "fingerprint"
+    assert "12345678 and that of most servers abcdefgh:" in told
+    assert difference(one.served, Facts("b").served)[0] == "listing"
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_fingerprint_is_made_once_and_when_it_is_asked_for(*, is_gone: bool) -> None:
+    """All who ask while it is made get the same one; none if the weights' files are gone."""
+    num_made = 0
+
+    def make() -> Fingerprint:
+        nonlocal num_made
+        num_made += 1
+        if is_gone:
+            raise FileNotFoundError("model.safetensors")
+        return Fingerprint("model", "arithmetic")
+
+    async def ask() -> None:
+        asked = AskedFingerprint(make)
+        assert asked.known is None
+        assert not num_made
+        found = await asyncio.gather(asked.made(), asked.made())
+        assert found == [None if is_gone else Fingerprint("model", "arithmetic")] * 2
+        assert await asked.made() == asked.known == found[0]
+
+    asyncio.run(ask())
+    assert num_made == 1
