@@ -149,7 +149,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
     page_bytes = 16 * costs.kv_bytes_per_token // 4
     assert costs.longest_context_bytes == (4096 // 16 + 3 * (-(-(24 + 64) // 16) + 2)) * page_bytes
-    assert "KiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
+    assert "1.09 MiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
     whole = costs_of(outline, deployments, 16, None)
     assert whole.kv_windows is None
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
