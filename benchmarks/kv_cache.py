@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kv_cache MODEL`: a cache in few bits beside the exact one.
+"""`python -m benchmarks.kv_cache MODEL`: a cache in other numbers beside the exact one.
 
 Quality: the logits of a held-out text's last tokens, with every page before them in the format.
 Rate: a decode step at a long context. Its pages are copies of one that was computed, in shuffled
@@ -21,7 +21,12 @@ from torch import Tensor
 
 from benchmarks.weights import times_of
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    EXACT,
+    FORMATS,
+    ROUNDED,
+    token_bytes,
+)
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
@@ -123,7 +128,7 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--formats", default=",".join(FORMATS), show_default=True)
+@click.option("--formats", default=",".join((ROUNDED, *FORMATS)), show_default=True)
 @click.option("--tokens", default=2048, show_default=True, help="Of the text; 0: no quality.")
 @click.option("--rows", default=256, show_default=True, help="Scored tokens at its end.")
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ropewalk.model_runtime.page_groups import PageGroups
+
 DEFAULT_DRAFT_TOKENS = 15
 PAGE_UNIT = 32  # positions of a page in few bits are a multiple: two registers of a processor
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
@@ -32,11 +34,48 @@ class EngineConfig:
     kv_disk_gib: float | None = None  # its size, if there is one
     # Address of a store of such pages, in place of a folder; it may hold a password.
     kv_store: str | None = field(default=None, repr=False)
+    page_groups: PageGroups | None = None  # None: a page holds all layers, and no window is held
 
     @property
     def num_pages(self) -> int:
-        """Whole pages that the cache holds."""
-        return self.kv_cache_tokens // self.page_size
+        """Whole pages that the cache holds, of all groups of layers."""
+        return self.kv_cache_tokens // self.page_size * self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of layers; each has a page of the same positions."""
+        return 1 if self.page_groups is None else self.page_groups.num_groups
+
+    @property
+    def capacity(self) -> int:
+        """Return the positions that whole pages hold in all layers."""
+        return self.kv_cache_tokens // self.page_size * self.page_size
+
+    @property
+    def longest_context(self) -> int:
+        """Return the positions of the longest sequence that the cache holds alone."""
+        if self.page_groups is None:
+            return self.capacity
+        return self.page_groups.longest(self.num_pages, self.page_size, self.max_num_batched_tokens)
+
+    @property
+    def room_beside_windows(self) -> int:
+        """Return the positions that layers without a window may hold of one sequence."""
+        if self.page_groups is None:
+            return self.capacity
+        return self.page_groups.room(self.num_pages, self.page_size, self.max_num_batched_tokens)
+
+    def num_held_pages(self, num_positions: int, most: int | None = None) -> int:
+        """Return the most pages that a sequence holds at a time.
+
+        `most`: of a group whose layers read no window, if its positions release pages.
+        """
+        num_pages = -(-num_positions // self.page_size)
+        whole = num_pages if most is None else min(num_pages, most)
+        if self.page_groups is None:
+            return whole
+        step = self.page_size, self.max_num_batched_tokens
+        return self.page_groups.num_held(num_pages, *step, num_whole=whole)
 
     @property
     def tier_setting(self) -> str | None:
@@ -48,7 +87,7 @@ class EngineConfig:
     @property
     def seals_pages(self) -> bool:
         """Return whether full pages are held in few bits (docs/kv-cache.md)."""
-        return self.kv_cache_dtype != "auto"
+        return self.kv_cache_dtype not in ("auto", "bfloat16")
 
     @property
     def max_decode_rows(self) -> int:

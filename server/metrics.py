@@ -264,7 +264,7 @@ class Metrics(Observer):
         if config.tier_setting is not None:
             self._disk = _disk_metrics(factory)
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
-            config.num_pages * config.page_size
+            config.capacity
         )
         factory.gauge(
             "ropewalk_kv_cache_info", "Always 1; the label is kv_cache_dtype.", ["format"]

@@ -9,6 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime import driver
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner, first_of_each_kind, warm_up
+from ropewalk.model_runtime.page_groups import group_layers
 from ropewalk.model_runtime.runner import backends, model_runner
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
@@ -38,7 +40,7 @@ CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
 
 
 def random_steps(
-    draw: random.Random, count: int, num_tables: int = len(PROFILES)
+    draw: random.Random, count: int, num_tables: int = len(PROFILES), num_groups: int = 1
 ) -> Iterator[list[Span]]:
     """Steps of decodes and chunks that differ in every number; sequences may share pages."""
     for _ in range(count):
@@ -47,7 +49,8 @@ def random_steps(
             num_tokens = draw.choice((1, 1, 1, 2, 16, draw.randint(1, 70)))
             first = draw.choice((0, 15, 16, draw.randint(0, 1900)))
             pages = [
-                draw.randrange(CONFIG.num_pages) for _ in range((first + num_tokens) // 16 + 1)
+                draw.randrange(CONFIG.num_pages)
+                for _ in range(((first + num_tokens) // 16 + 1) * num_groups)
             ]
             rows = draw.choice((range(num_tokens - 1, num_tokens), range(num_tokens), range(0)))
             spans.append(Span([0] * num_tokens, first, pages, draw.randrange(num_tables), rows))
@@ -83,16 +86,20 @@ def main() -> None:
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
     cases = [(name, checkpoint, PROFILES) for name, checkpoint in checkpoints.items()]
     for name, checkpoint, profiles in (*cases, ("methods", checkpoints["llama"], PLACED)):
-        runner: ModelRunner = build_runner(checkpoint, CONFIG, profiles)
+        windows = {index: plan.window for index, plan in checkpoint.plans.items()}
+        groups, _ = group_layers(windows, checkpoint.plans, CONFIG.max_model_len)
+        config = replace(CONFIG, page_groups=groups)
+        runner: ModelRunner = build_runner(checkpoint, config, profiles)
         compiled.clear()
         for cache in caches:
             cache.clear()
         if "--cold" not in sys.argv:
             for profile in first_of_each_kind(profiles):
-                warm_up(runner, profile, 0, CONFIG)
+                warm_up(runner, profile, 0, config)
         line = {"architecture": name, "warm_up": dict(compiled)}
         compiled.clear()
-        for spans in random_steps(random.Random(name), NUM_STEPS, len(profiles)):
+        numbers = NUM_STEPS, len(profiles), config.num_groups
+        for spans in random_steps(random.Random(name), *numbers):
             runner.run(spans)
         sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")
 

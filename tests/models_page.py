@@ -154,7 +154,7 @@ _PAGE = """# Models
 
 The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits if their layers are those of transformers' interface for experts. DBRX and JetMoe have others, which torch multiplies.
 
-The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading.md](loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column says the first thing that has no kernel in such a call. What torch did not compute are experts, for example, which have kernels of their own.
+The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading.md](loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column says the first thing that has no kernel in such a call. What torch did not compute are the experts of a block that keeps its own code, for example ([loading.md](loading.md#mixtures-of-experts)).
 
 The last column says which weights stand behind a row, besides small random ones:
 

@@ -28,7 +28,7 @@ def warm(dtype: str) -> None:
     """Compile what a server runs, and attention with and without ranges of keys."""
     checkpoint = load_checkpoint(EMBEDDED_MODEL, dtype=dtype)
     engines = EngineFactory()
-    for kind in ("auto", "int8"):
+    for kind in ("auto", "bfloat16", "int8"):
         engine = engines.over(checkpoint, page_size=PAGE_SIZE, kv_cache_dtype=kind)
         answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
     engines.stop_all()

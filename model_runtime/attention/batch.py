@@ -3,12 +3,15 @@
 The tokens of all sequences are in one row. A page table maps each sequence's positions to pages.
 Position p of a sequence is at offset p % page_size of its page p // page_size.
 
+If the layers are in several groups (page_groups.py), then a page of positions is a page of each
+group. The pages of a sequence then stand group beside group.
+
 Shapes: S = sequences in the step, B = sequences with one token, T = flat tokens, N = pages of
-the longest sequence, R = rows of logits.
+the longest sequence, R = rows of logits, G = groups of layers.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,6 +73,15 @@ class Batch:
     parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
     has_draft_parts: bool = False  # some of them are drafts, whose inputs are needed again
     own_pages: "OwnPages | None" = None  # None: the cache holds every page as it was written
+    # Of all groups of layers; the fields of these names are of the first. None: there is one group.
+    page_table_GSN: Tensor | None = None
+    page_GT: Tensor | None = None
+
+    def of_group(self, group: int) -> "Batch":
+        """Return the batch with the pages of another group of layers than the first."""
+        assert self.page_table_GSN is not None, "a batch of one group"
+        assert self.page_GT is not None, "a batch of one group"
+        return replace(self, page_T=self.page_GT[group], page_table_SN=self.page_table_GSN[group])
 
 
 class PageRow:
@@ -145,7 +157,9 @@ class PageTable:
         self._num_used = len(self._rows)
 
 
-def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
+def build_batch(
+    spans: Sequence[Span], page_size: int, device: torch.device, num_groups: int = 1
+) -> Batch:
     """Build the batch of the spans, with two transfers to a device.
 
     It makes few numpy calls. After a forward, their code is not in the processor's cache, and
@@ -179,18 +193,20 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     num_tokens = begin_S1[-1]
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
     width = max(each.stop - 1 for each in positions) // page_size + 1
-    table_SN = _page_table(spans, width)
-    pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
-    joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
-    split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
+    table = _page_table(spans, width * num_groups)  # [S, N], or of several groups [G, S, N]
+    if num_groups > 1:
+        table = by_group(table, num_groups)
+    pages = table[..., np.repeat(np.arange(len(spans)), num_tokens_S), columns].ravel()
+    joined = on_device(np.concatenate((numbers, offsets, pages), dtype=np.int64), device)
+    split = joined.split_with_sizes([*sizes, num_tokens, len(pages)])
     token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_id_S, *rest = split
-    logit_rows_R, single_B, page_T, offset_T = rest
-    return Batch(
+    logit_rows_R, single_B, offset_T, page_T = rest
+    batch = Batch(
         token_ids_1T=token_ids_T[None],
         position_ids_1T=position_ids_T[None],
         page_T=page_T,
         offset_T=offset_T,
-        page_table_SN=on_device(table_SN, device),
+        page_table_SN=on_device(table, device),
         cu_seqlens_S1=cu_seqlens_S1,
         first_position_S=first_position_S,
         table_id_S=table_id_S,
@@ -200,6 +216,25 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         parts_X4=state_parts(zip(begin_S1, parts, strict=False)) if parts[0] else _NO_PARTS,
         has_draft_parts=bool(parts[0]) and any(each[-1].is_draft for each in parts),
     )
+    return batch if num_groups == 1 else _in_groups(batch, num_groups)
+
+
+def _in_groups(batch: Batch, num_groups: int) -> Batch:
+    """Return a batch whose pages are those of all groups as one of the first group."""
+    tables, page_GT = batch.page_table_SN, batch.page_T.view(num_groups, -1)
+    return replace(
+        batch, page_T=page_GT[0], page_table_SN=tables[0], page_table_GSN=tables, page_GT=page_GT
+    )
+
+
+def by_group(pages_SX: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
+    """Return page tables whose pages stand group beside group as one for each group, [G, S, N].
+
+    It is contiguous, as the kernels take it. Holes become page 0: no query reads them, and no
+    address may lie outside the cache.
+    """
+    split_SNG = pages_SX.reshape(len(pages_SX), -1, num_groups)
+    return np.ascontiguousarray(np.maximum(split_SNG.transpose(2, 0, 1), 0))
 
 
 def single_rows(spans: Sequence[Span]) -> list[Span]:

@@ -6,8 +6,9 @@ W = work items.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -97,7 +98,14 @@ class CpuAttention:
     can_capture: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
+        self._batch = batch
         self._places_S = batch.places_S
+        self.take_pages(batch)
+        self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
+        self._ranges: dict[int, RangedSequences | None] = {}  # by the tables' identity
+
+    def take_pages(self, batch: Batch) -> None:
+        """Prepare the pages of the batch, as the kernels take them."""
         self.destinations = Destinations(batch.page_T.numpy(), batch.offset_T.numpy())
         self.sequences = SequenceArrays(
             page_table_SN=batch.page_table_SN.numpy(),
@@ -106,8 +114,20 @@ class CpuAttention:
             table_id_S=batch.table_id_S.numpy(),
         )
         self._plain_sequences = tuple(self.sequences)  # as the kernel takes them
-        self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
-        self._ranges: dict[int, RangedSequences | None] = {}  # by the tables' identity
+
+    def of_group(self, batch: Batch) -> Self:
+        """Return this backend over another group's pages of the same step."""
+        other = copy(self)
+        other.take_pages(batch)
+        return other
+
+    @property
+    def pages_of_groups(self) -> tuple[NDArray[np.int32], Ints]:
+        """Return the page tables of all groups [G, S, N], and each token's pages [G, T]."""
+        batch = self._batch
+        if batch.page_table_GSN is None or batch.page_GT is None:
+            return self.sequences.page_table_SN[None], self.destinations.page_T[None]
+        return batch.page_table_GSN.numpy(), batch.page_GT.numpy()
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -229,3 +249,30 @@ class CpuAttention:
                 np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
             ]
         return self._shares[shape]
+
+
+class RoundedCpuAttention(CpuAttention):
+    """One step's reads and writes of a cache in bfloat16 under a model in float32.
+
+    Keys and values are rounded when they are written. Queries stay float32, so nothing is
+    multiplied in pairs of bfloat16.
+    """
+
+    def access(self, pages: Any) -> Any:  # noqa: ARG002
+        """Return how a one-call step reads and writes these pages."""
+        from ropewalk.model_runtime.cpu_kernels.fused_decode import (  # noqa: PLC0415
+            ROUNDED_ACCESS,
+        )
+
+        return ROUNDED_ACCESS
+
+    def _kernel(self, pages: Any) -> tuple[Any, tuple[Any, ...], int, int, int]:
+        _, *others = super()._kernel(pages)
+        return attend, *others
+
+    def _ranges_kernel(self, ranged: RangedSequences, pages: Any) -> Any:  # noqa: ARG002
+        from ropewalk.model_runtime.cpu_kernels.attention_ranges import (  # noqa: PLC0415
+            attend_ranges,
+        )
+
+        return attend_ranges

@@ -15,6 +15,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
+from ropewalk.model_runtime.page_groups import PageGroups
 
 
 class KVCache:
@@ -22,7 +23,11 @@ class KVCache:
 
     `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
     dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
+    `own_backend`: the attention backend, if it is not that of the device.
+    `groups`: layers that share tensors, with other pages for each group; None: no two share any.
     """
+
+    groups: PageGroups | None = None
 
     def __init__(
         self,
@@ -33,11 +38,21 @@ class KVCache:
         device: torch.device,
         *,
         row_keys: bool,
+        groups: PageGroups | None = None,
+        own_backend: Any = None,
     ) -> None:
+        self._own_backend = own_backend
         self.row_keys = row_keys
         self.page_size = page_size
+        self.dtype = dtype
+        self.groups = groups
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
+        places = {} if groups is None else groups.places()
+        shared: dict[int, tuple[Tensor, Tensor]] = {}  # by the place of a layer in a page
         for index, layer in layers.items():
+            if groups is not None and places[index][1] in shared:
+                self._pages[index] = shared[places[index][1]]
+                continue
             pages = (num_pages, layer.num_key_heads)
             sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
             keys = torch.zeros(*pages, *sides, dtype=dtype, device=device)
@@ -45,10 +60,27 @@ class KVCache:
                 keys.transpose(2, 3) if row_keys else keys,
                 torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
+            if groups is not None:
+                shared[places[index][1]] = self._pages[index]
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of layers with pages of their own."""
+        return 1 if self.groups is None else self.groups.num_groups
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Return the group of each layer, and its place in a page; empty without groups."""
+        return {} if self.groups is None else self.groups.places()
+
+    @cached_property
+    def group_L(self) -> Ints:
+        """Return the group of each layer, by layer order, int64. On a CPU."""
+        return np.array([self.places.get(index, (0, 0))[0] for index in sorted(self._pages)])
 
     def own_backend(self) -> Any:
         """Return the attention backend that alone knows these pages; None: that of the device."""
-        return None
+        return self._own_backend
 
     def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:  # noqa: ARG002
         """Return the batch of the spans with what else a write to this cache needs."""
@@ -61,7 +93,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for pair in self._pages.values() for each in pair)
+        held = {id(pair): pair for pair in self._pages.values()}
+        return sum(each.nbytes for pair in held.values() for each in pair)
 
     @cached_property
     def arrays(self) -> dict[int, PageArrays]:

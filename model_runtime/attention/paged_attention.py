@@ -10,7 +10,7 @@ dimensions, N = pages, O = offsets in a page.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -87,6 +87,7 @@ class LayerPlan:
     rotary_dim: int  # dimensions that rotate; the first ones in the cache
     interleaved: bool  # pairs are (2i, 2i + 1) in the model, (i, i + P) in the cache
     rotary_start: int = 0  # the first dimension that rotates in the model
+    window: int | None = None  # keys that a query sees, itself included; None: all
 
     @property
     def has_cache_order(self) -> bool:
@@ -132,6 +133,9 @@ class Backend(Protocol):
     def __init__(self, batch: Batch) -> None:
         """Prepare the data that all layers of the step use."""
 
+    def of_group(self, batch: Batch) -> Self:
+        """Return the backend of another group of layers in the same step (`Batch.of_group`)."""
+
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
@@ -161,7 +165,19 @@ class PagedStep:
         self.store = store
         self.tables = tables
         self.plans = plans
-        self.backend = backend(batch)
+        self.backend = backend(batch)  # of the first group of layers, or of the only one
+        self._batch = batch
+        self._places = {} if store.num_groups == 1 else store.places
+        self._others: dict[int, Backend] = {}  # of further groups, each made for its first layer
+
+    def backend_of(self, layer_idx: int) -> Backend:
+        """Return the backend over the pages of a layer's group."""
+        group = self._places[layer_idx][0] if self._places else 0
+        if not group:
+            return self.backend
+        if group not in self._others:
+            self._others[group] = self.backend.of_group(self._batch.of_group(group))
+        return self._others[group]
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
         """Write this step's keys and values."""
@@ -170,7 +186,7 @@ class PagedStep:
         if not plan.has_cache_order:
             key_TKD = plan.in_cache_order(key_TKD)
         value_TKV = call.value_1KTV[0].transpose(0, 1)
-        self.backend.write(*self.store.pages(layer_idx), key_TKD, value_TKV)
+        self.backend_of(layer_idx).write(*self.store.pages(layer_idx), key_TKD, value_TKV)
 
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Advance a layer's states by this step's tokens."""
@@ -195,7 +211,7 @@ class PagedStep:
             call.softcap,
             call.sinks_H,
         )
-        return self.backend.read(read).to(call.query_1HTD.dtype)[None]
+        return self.backend_of(layer_idx).read(read).to(call.query_1HTD.dtype)[None]
 
 
 def paged_attention(

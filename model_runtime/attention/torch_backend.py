@@ -8,7 +8,7 @@ Shapes: T = query tokens of one sequence, C = its context, H = query heads, K = 
 G = query heads per key head, D = key dimensions, V = value dimensions, O = offsets in a page.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,12 +28,16 @@ class TorchAttention:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
+    def of_group(self, batch: Batch) -> Self:
+        """Return a backend over another group's pages of the same step."""
+        return type(self)(batch)
+
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
         page_T, offset_T = self._batch.page_T, self._batch.offset_T
-        keys_NKDO[page_T, :, :, offset_T] = key_TKD
-        values_NKOV[page_T, :, offset_T] = value_TKV
+        keys_NKDO[page_T, :, :, offset_T] = key_TKD.to(keys_NKDO.dtype)
+        values_NKOV[page_T, :, offset_T] = value_TKV.to(values_NKOV.dtype)
 
     def read(self, read: LayerRead) -> Tensor:
         """Return the attention of one layer, float32 [T, H, V] over all sequences' tokens."""
@@ -79,6 +83,10 @@ def _attend(read: LayerRead, batch: Batch, index: int, parts: list[_Part]) -> Te
     query_THD = read.query_THD[begin : begin + num_tokens].float()
     key_CKD = _gather(read.keys_NKDO.transpose(2, 3), batch.page_table_SN[index], context)
     value_CKV = _gather(read.values_NKOV, batch.page_table_SN[index], context)
+    if read.sliding_window:
+        # Pages before the window may be another sequence's by now. A weight of zero times what
+        # they hold is zero, unless that is NaN.
+        value_CKV[: max(0, first + 1 - read.sliding_window)] = 0.0
     factor = tables.attention_factor[table_id]
     # By the true position, wherever a range places the query.
     logn_T = tables.logn_scale(table_id, query_positions_T)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ropewalk.model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
 from ropewalk.model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
-from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_cached, narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     AngleArrays,
@@ -69,17 +69,21 @@ def write_kv(
     key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, page_T: Ints, offset_T: Ints,
     keys_NKDO: Numbers, values_NKOV: Numbers,
 ) -> None:  # fmt: skip
-    """Write new keys and values to their pages; they begin in columns `key_at` and `value_at`."""
+    """Write new keys and values to their pages; they begin in columns `key_at` and `value_at`.
+
+    Pages in bfloat16 have float32 numbers rounded to nearest even.
+    """
     _, num_heads, dim, _ = keys_NKDO.shape
     value_dim = values_NKOV.shape[3]
     for t in range(key_TC.shape[0]):
         page, offset = page_T[t], offset_T[t]
         for head in range(num_heads):
             for d in range(dim):
-                keys_NKDO[page, head, d, offset] = key_TC[t, key_at + head * dim + d]
+                key = key_TC[t, key_at + head * dim + d]
+                keys_NKDO[page, head, d, offset] = as_cached(key, keys_NKDO)
             for v in range(value_dim):
                 value = value_TC[t, value_at + head * value_dim + v]
-                values_NKOV[page, head, offset, v] = value
+                values_NKOV[page, head, offset, v] = as_cached(value, values_NKOV)
 
 
 @jit(inline=True, borrows=True)

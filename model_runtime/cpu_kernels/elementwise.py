@@ -94,6 +94,33 @@ def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
     return _copy
 
 
+def as_cached(number: Any, cache: Any) -> Any:
+    """Return a number as the array `cache` holds it; numba replaces it by an overload.
+
+    A float32 number is rounded to nearest even if the cache is bfloat16.
+    """
+    raise NotImplementedError
+
+
+@overload(as_cached)  # type: ignore[untyped-decorator]
+def _overload_as_cached(number: Any, cache: Any) -> Callable[..., Any]:
+    if number == types.float32 and cache.dtype == types.uint16:
+
+        def rounded(number: Any, cache: Any) -> Any:  # noqa: ARG001
+            if number != number:  # noqa: PLR0124  # NaN
+                return np.uint16(0x7FC0)
+            bits = np.float32(number).view(np.uint32)
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+        return rounded
+
+    def unchanged(number: Any, cache: Any) -> Any:  # noqa: ARG001
+        return number
+
+    return unchanged
+
+
 _FLAT_BLOCK = 4096  # values that are activated together; they stay in the level-1 cache
 _NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time than it saves
 

@@ -21,8 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
 from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
@@ -33,6 +32,7 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import (
     normalize_row,
     widen,
 )
+from ropewalk.model_runtime.cpu_kernels.experts.stages import NUM_CHOICES, NUM_EXPERTS, stages
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Destinations,
@@ -42,12 +42,16 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Numbers,
     SequenceArrays,
 )
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying
+from ropewalk.model_runtime.cpu_kernels.simd import pointer_to
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, Multiplying, widened
 from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
 # Codes of operations. Those up to _LAST_OF_ROWS compute each row by itself.
-NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND = range(9)
+NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE = range(
+    12
+)
 _LAST_OF_ROWS = GATHER
+_FIRST_OF_MIXTURES = ROUTE
 
 # Fields of an operation. An operand is a slot, its width and the first column that is read.
 (
@@ -59,23 +63,12 @@ _LAST_OF_ROWS = GATHER
 NUM_FIELDS = 29
 NO_SLOT = -1  # the second operand of ADD and MULTIPLY is then a constant row at ADDRESS
 
-# Factors of an operation: eps of a norm; scaling and soft cap of attention.
+# Factors of an operation: eps of a norm; scaling and soft cap of attention; a gate's of experts.
 EPS = SCALING = 0
 SOFTCAP = 1
 NUM_FACTORS = 2
 
 _BLOCK_ROWS = 16  # rows that pass through all operations between two products; they stay in caches
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer_to(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
-    """Convert an address to a pointer to elements of the array `like`."""
-    kind = types.CPointer(like.dtype)
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(kind))
-
-    return kind(address, like), code
 
 
 @jit()
@@ -210,17 +203,86 @@ def _exact_pages(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Number
 @jit()
 def _write_exact(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
     keys_NKDO, values_NKOV = _exact_pages(fields_F, key_RC, step)
-    page_T, offset_T = Destinations(*step.destinations)
+    page_T = step.page_GT[step.group_L[fields_F[LAYER]]]
+    offset_T = Destinations(*step.destinations).offset_T
+    key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
+    write_kv(key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV)
+
+
+_BITS = np.zeros(1, np.uint16)  # of bfloat16
+
+
+@jit()
+def _rounded_pages(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Numbers, Numbers]:  # noqa: ARG001
+    return _exact_pages(fields_F, _BITS, step)
+
+
+@jit()
+def _write_rounded(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
+    keys_NKDO, values_NKOV = _rounded_pages(fields_F, key_RC, step)
+    page_T = step.page_GT[step.group_L[fields_F[LAYER]]]
+    offset_T = Destinations(*step.destinations).offset_T
     key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
     write_kv(key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV)
 
 
 EXACT_ACCESS = Access(attend, _exact_pages, _write_exact)
 PAIRS_ACCESS = Access(attend_in_pairs, _exact_pages, _write_exact)
+ROUNDED_ACCESS = Access(attend, _rounded_pages, _write_rounded)  # bfloat16 beside float32 queries
 
 
 @cache
-def _runner(multiplying: Multiplying, access: Access) -> Any:
+def _mixture(multiply_experts: Any) -> Any:
+    """Compiled: the operations of a mixture, with the experts' product of rows and panels."""
+    enter, leave = stages(multiply_experts)
+    multiply_floats = FLOAT32.multiply
+
+    @jit()
+    def compute(
+        fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
+        like_scale: Floats, thread: int, num_threads: int,
+    ) -> None:  # fmt: skip
+        """Compute a thread's part of an operation; DIM is the number of experts or of columns."""
+        code, first, out = fields_F[CODE], fields_F[FIRST], fields_F[OUT]
+        dim = fields_F[DIM]
+        x_RK = carray(pointer_to(addresses_B[first], like), (num_rows, fields_F[FIRST_WIDTH]))
+        if code == ROUTE:
+            logits_RE = carray(pointer_to(addresses_B[out], like_scale), (num_rows, dim))
+            packed_Q = carray(pointer_to(fields_F[ADDRESS], like_scale), fields_F[LENGTH])
+            bias_E = carray(pointer_to(fields_F[OTHER_ADDRESS], like_scale), fields_F[OTHER_LENGTH])
+            num_panels = (dim + PANEL - 1) // PANEL
+            multiply_floats(
+                widened(x_RK), packed_Q, bias_E, logits_RE, fields_F[LAYOUT], fields_F[CHAIN],
+                num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads,
+            )  # fmt: skip
+            return
+        matrix_F = carray(pointer_to(fields_F[ADDRESS], fields_F), fields_F[LENGTH])
+        logits_shape = (num_rows, matrix_F[NUM_EXPERTS])
+        logits_RE = carray(pointer_to(addresses_B[fields_F[SECOND]], like_scale), logits_shape)
+        between_shape = (num_rows * matrix_F[NUM_CHOICES], dim)
+        if code == ENTER:
+            between_SI = carray(pointer_to(addresses_B[out], like_scale), between_shape)
+            enter(
+                matrix_F, factors_X, x_RK, logits_RE, between_SI, like_scale, thread, num_threads
+            )  # fmt: skip
+        else:
+            between_SI = carray(pointer_to(addresses_B[first], like_scale), between_shape)
+            out_RN = carray(pointer_to(addresses_B[out], like), (num_rows, fields_F[OUT_WIDTH]))
+            leave(matrix_F, between_SI, logits_RE, out_RN, like_scale, thread, num_threads)
+
+    return compute
+
+
+@jit()
+def _no_mixture(
+    fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
+    like_scale: Floats, thread: int, num_threads: int,
+) -> None:  # fmt: skip
+    """Compute nothing, because the program has no mixture."""
+
+
+@cache
+def _runner(multiplying: Multiplying, access: Access, mixture: Any = _no_mixture) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
     attend, pages_of, write = access
@@ -249,7 +311,9 @@ def _runner(multiplying: Multiplying, access: Access) -> Any:
         window, softcap = fields_F[WINDOW], factors_X[SOFTCAP]
         # A plain tuple, as Python passes it: the kernel is compiled for one type.
         params = (step.tables[fields_F[TABLES]], factors_X[SCALING], window, softcap, sinks_H)
-        sequences = step.sequences
+        _, begins, firsts, table_ids = step.sequences
+        group_table_SN = step.page_table_GSN[step.group_L[fields_F[LAYER]]]
+        sequences = (group_table_SN, begins, firsts, table_ids)
         num_sequences = SequenceArrays(*sequences).table_id_S.shape[0]
         items_W3 = _items(num_sequences, num_key_heads, thread, num_threads)
         group = num_heads // num_key_heads
@@ -271,6 +335,12 @@ def _runner(multiplying: Multiplying, access: Access) -> Any:
                 barrier = barrier_wait(arrived, barrier, num_threads)
             if code <= _LAST_OF_ROWS:
                 run_on_rows(fields_F, factors_X, addresses_B, like, step.like_scale, 0, num_rows)
+                continue
+            if code >= _FIRST_OF_MIXTURES:
+                mixture(
+                    fields_F, factors_X, addresses_B, num_rows, like, step.like_scale,
+                    thread, num_threads,
+                )  # fmt: skip
                 continue
             x_shape = (num_rows, fields_F[FIRST_WIDTH])
             x_RK = carray(pointer_to(addresses_B[fields_F[FIRST]], like), x_shape)
@@ -296,6 +366,11 @@ def access_to(keys_NKDO: Numbers) -> Access:
     return PAIRS_ACCESS if uses_pairs(keys_NKDO) else EXACT_ACCESS
 
 
-def runner_for(multiplying: Multiplying, access: Access) -> Any:
-    """Return the runner for an access to the cache and a model with one kind of product."""
-    return _runner(multiplying, access)
+def runner_for(multiplying: Multiplying, access: Access, multiply_experts: Any = None) -> Any:
+    """Return the runner for an access to the cache and a model with one kind of product.
+
+    `multiply_experts`: the product of all experts; None if the model has none.
+    """
+    if multiply_experts is None:
+        return _runner(multiplying, access)
+    return _runner(multiplying, access, _mixture(multiply_experts))

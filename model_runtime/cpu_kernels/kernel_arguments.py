@@ -6,9 +6,9 @@ name them again. Between kernels names are free.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
 heads, D = key dimensions, V = value dimensions, S = sequences or tables, N = pages,
-O = offsets in a page, P = rotated pairs, R = rows, B = rows of a block, L = lanes or layers. In
-scratch arrays O and V are rounded up to whole SIMD registers. Of a program, O = operations,
-F = their fields, X = their factors.
+O = offsets in a page, P = rotated pairs, R = rows, B = rows of a block, L = lanes or layers,
+G = groups of layers. In scratch arrays O and V are rounded up to whole SIMD registers. Of a
+program, O = operations, F = their fields, X = their factors.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -120,6 +120,9 @@ class FusedStep(NamedTuple):
     like_scale: Floats  # any array of the type of a norm's scale
     destinations: Destinations
     sequences: SequenceArrays
+    page_table_GSN: NDArray[np.int32]  # of all groups of layers; `sequences` has the first one
+    page_GT: Ints  # `destinations` has the first one
+    group_L: Ints  # the group of each layer
     tables: tuple[RotationArrays, ...]  # of the kinds of layers, as plain tuples
 
     def unnamed(self) -> tuple[Any, ...]:

@@ -285,3 +285,14 @@ def prefetch(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
         return context.get_dummy_value()
 
     return types.none(array, at), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
+    """Convert an address to a pointer to elements of the array `like`."""
+    kind = types.CPointer(like.dtype)
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(kind))
+
+    return kind(address, like), code

@@ -125,15 +125,19 @@ class Deployment:
         first = self.tiers[self.rope_type][0]
         return "default" not in self.tiers and first.profile.scaling.rope_type == "default"
 
-    def within_cache(self, num_positions: int, num_step_tokens: int = 0) -> "Deployment":
+    def within_cache(
+        self, num_positions: int, num_step_tokens: int = 0, room: int | None = None
+    ) -> "Deployment":
         """Return the deployment with requests no longer than the KV cache.
 
         One limit then decides, so a client never has to know what the limit comes from. Requests
         that release pages while they run may be longer (`sinks`). A step adds at most
-        `num_step_tokens` to the pages that they hold.
+        `num_step_tokens` to the pages that they hold. `room`: the positions that they may hold
+        beside layers with a window; None: num_positions.
         """
         kept = self.num_kept
-        releases = kept is not None and num_positions >= kept + num_step_tokens
+        room = num_positions if room is None else room
+        releases = kept is not None and room >= kept + num_step_tokens
         if releases or num_positions >= self.max_len:
             return self
         return replace(self, max_len=num_positions, is_cache_limited=True)

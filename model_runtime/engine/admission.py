@@ -152,15 +152,21 @@ def check_request(request: Request, config: EngineConfig) -> None:
     if not request.prompt_ids:
         raise RequestError("The prompt must have at least one token.", param="prompt")
     num_positions = request.num_positions
-    capacity = config.num_pages * config.page_size
     most = most_pages(request.placement, config.page_size, config.max_num_batched_tokens)
+    num_pages = config.num_held_pages(num_positions, most)
+    if num_pages <= config.num_pages:
+        return
     if most is not None:
         num_positions = min(num_positions, most * config.page_size)
-    if num_positions > capacity:
-        raise CacheCapacityError(
-            f"The request needs {num_positions} positions, the KV cache holds {capacity} in "
-            "all (kv_cache_tokens).",
-            param="prompt",
-            code="kv_cache_exceeded",
-            details={"n_positions": num_positions, "kv_cache_tokens": capacity},
+    text = f"{num_positions} positions, the KV cache holds {config.capacity} in all"
+    if config.page_groups is not None:
+        text = (
+            f"{num_positions} positions, which take {num_pages} pages of layers, the KV cache has "
+            f"{config.num_pages}"
         )
+    raise CacheCapacityError(
+        f"The request needs {text} (kv_cache_tokens).",
+        param="prompt",
+        code="kv_cache_exceeded",
+        details={"n_positions": num_positions, "kv_cache_tokens": config.capacity},
+    )

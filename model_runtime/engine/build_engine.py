@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, ROUNDED
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
@@ -17,7 +19,9 @@ from ropewalk.model_runtime.loading.load_progress import faults_of
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     check_layers,
+    check_windows,
     new_store,
+    rounded_store,
     sealed_store,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
@@ -52,8 +56,15 @@ def _built(
     profiles: Sequence[Profile],
     make: Callable[..., ModelRunner],
 ) -> Engine:
-    if config.seals_pages and make is not ModelRunner:
+    if config.kv_cache_dtype != EXACT and make is not ModelRunner:
         raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
+    if config.page_groups is not None and (
+        config.seals_pages or config.tier_setting is not None or checkpoint.states
+    ):
+        raise ModelError(
+            "page_groups are for a cache that seals no pages, without pages below it, and for "
+            "models without states"
+        )
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
     runner = build_runner(checkpoint, config, profiles, make)
@@ -61,8 +72,8 @@ def _built(
     # Nothing is cached yet, so any page will do.
     page = config.num_pages if is_captured else 0
     for profile in first_of_each_kind(profiles):
-        # On a CPU, a load compiles the plain kernels. Ranges of keys and sealed pages have others.
-        is_rare = profile.positions is not None or config.seals_pages
+        # On a CPU, a load compiles the plain kernels. Ranges of keys and other caches have others.
+        is_rare = profile.positions is not None or config.kv_cache_dtype != EXACT
         if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config)
     if is_captured:
@@ -119,16 +130,19 @@ def build_runner(
     page_size = config.page_size
     profiles = tuple(profiles)
     check_layers(profiles, checkpoint.plans)
+    check_windows(config.page_groups, checkpoint.plans)
     config = _slotted(checkpoint, config)
     try:
         # One extra page for the padding of a captured step.
         num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
         on = checkpoint.dtype, checkpoint.device
-        store = (
-            sealed_store(checkpoint.plans, config, *on)
-            if config.seals_pages
-            else new_store(checkpoint.plans, num_pages, page_size, *on)
-        )
+        if config.seals_pages:
+            store: KVCache = sealed_store(checkpoint.plans, config, *on)
+        elif config.kv_cache_dtype == ROUNDED:
+            store = rounded_store(checkpoint.plans, config, *on)
+        else:
+            groups = config.page_groups
+            store = new_store(checkpoint.plans, num_pages, page_size, *on, groups=groups)
         states = (
             StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None
         )
@@ -152,7 +166,7 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     may hold.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
-    pages = [page] * -(-num_tokens // config.page_size)
+    pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
     table_id = runner.table_id(profile)
     parts, one = ((StatePart(each, None, 0),) for each in (num_tokens, 1))
     prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens), parts)
@@ -160,9 +174,9 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         runner.run(spans)
-    if config.seals_pages:
-        # A step within one page can be one compiled call, and one across pages is a call per layer.
-        runner.run([decode])
+    if config.kv_cache_dtype != EXACT:
+        runner.run([decode])  # a step within one page can be one compiled call
+    if config.seals_pages:  # and one across pages is a call for each layer
         first = min(config.page_size - 1, config.max_model_len - num_tokens)
         runner.run([prompt._replace(first_position=first, pages=[page, page])])
 

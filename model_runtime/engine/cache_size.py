@@ -43,7 +43,8 @@ def sized(
     """
     if kv_cache_gib is not None:
         return replace(config, kv_cache_tokens=int(kv_cache_gib * 2**30) // token_bytes)
-    most = config.max_num_seqs * -(-config.max_model_len // config.page_size) * config.page_size
+    num_pages = config.max_num_seqs * config.num_held_pages(config.max_model_len)
+    most = -(-num_pages // config.num_groups) * config.page_size
     return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 
 

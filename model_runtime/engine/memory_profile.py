@@ -104,6 +104,7 @@ def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> i
     """
     sizes = recorded_sizes(config.max_decode_rows)
     num_pages = -(-config.max_model_len // config.page_size)
+    num_pages *= config.num_groups
     own_bytes = sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
     return working_bytes + own_bytes + WORKSPACE_BYTES
 
@@ -129,6 +130,8 @@ def profile_memory(
     # No context is longer than a cache with all the memory left after the weights.
     room = int(before.total * utilization) - before.outside - before.allocated
     most = room // bytes_per_token(checkpoint.plans, checkpoint.dtype)
+    if config.page_groups is not None:
+        most = replace(config, kv_cache_tokens=max(most, config.page_size)).longest_context
     context_len = min(config.max_model_len, max(most, config.page_size))
     tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
     try:
@@ -228,7 +231,7 @@ def _last_tokens(
     return Span(
         [at % vocab_size for at in range(num_tokens)],
         config.max_model_len - num_tokens,
-        [0] * -(-config.max_model_len // config.page_size),
+        [0] * (-(-config.max_model_len // config.page_size) * config.num_groups),
         table_id,
         range(num_tokens - num_rows, num_tokens),
     )

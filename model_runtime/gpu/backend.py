@@ -9,7 +9,8 @@ dimensions, S = sequences, N = pages, O = offsets in a page.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -63,7 +64,17 @@ class TritonAttention:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
         self._prompts = Prompts(batch)  # of layers whose tables have no position method
-        self._divided: tuple[Prompts, PlacedPrompts] | None = None  # of the others
+        self._divided: list[tuple[Prompts, PlacedPrompts]] = []  # the others, made at first use
+
+    def of_group(self, batch: Batch) -> Self:
+        """Return this backend over another group's pages; lists of the step are shared."""
+        other = copy(self)
+        other.take_pages(batch)
+        return other
+
+    def take_pages(self, batch: Batch) -> None:
+        """Read and write the pages of the batch."""
+        self._batch = batch
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -103,9 +114,10 @@ class TritonAttention:
 
     def _divided_by(self, methods: Mapping[int, PositionMethod]) -> tuple[Prompts, PlacedPrompts]:
         """Return the prompts without a method, and those with one. All such layers share them."""
-        if self._divided is None:
-            self._divided = Prompts(self._batch, methods), PlacedPrompts(self._batch, methods)
-        return self._divided
+        if not self._divided:
+            both = Prompts(self._batch, methods), PlacedPrompts(self._batch, methods)
+            self._divided.append(both)
+        return self._divided[0]
 
     def _work(self, read: LayerRead) -> WorkList:
         """Return the pieces of the contexts with one query token, for a layer's cut."""

@@ -41,6 +41,7 @@ from ropewalk.rope import NativeRope, RopeConfigError, native_rope
 if TYPE_CHECKING:
     import torch
 
+_SLIDING = "sliding_attention"  # the type of layers that read a window
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_NAME = 255  # of a file, on common systems
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
@@ -100,6 +101,25 @@ class ModelConfig:
         if not shapes:
             raise ModelError(f"{self.architecture}: layer_types has no layer with attention")
         return shapes
+
+    def windows(self) -> Mapping[int, int | None]:
+        """Return the keys that each layer reads, by index; None: all.
+
+        Probing the loaded model finds the same windows for the architectures in docs/models.md.
+        For another one the result may be wrong until the model is loaded.
+        """
+        values = text_values(self.config)
+        window, types = values.get("sliding_window"), values.get("layer_types")
+        if type(window) is not int or window < 1 or values.get("use_sliding_window") is False:
+            return dict.fromkeys(self.layers())
+        if isinstance(types, list | tuple):
+            return {
+                index: window if types[index : index + 1] in ([_SLIDING], (_SLIDING,)) else None
+                for index in self.layers()
+            }
+        # With `use_sliding_window`, the first layers may read all keys.
+        first = (values.get("max_window_layers") or 0) if values.get("use_sliding_window") else 0
+        return {index: window if index >= first else None for index in self.layers()}
 
     def states(self) -> Mapping[int, StateShape]:
         """Return the shapes of its layers' states by index; empty for a model without them."""

@@ -67,9 +67,9 @@ def pack(model: nn.Module, division: Division | None, *, is_ruled: bool) -> None
         division.note_products(model, dtype, torch.device("cpu"))
     gated_mlp.fuse(model)
     if is_ruled:
-        from ropewalk.model_runtime.layers.experts import packed  # noqa: PLC0415
+        from ropewalk.model_runtime.layers.experts import lay_out  # noqa: PLC0415
 
-        packed.pack(model, dtype)
+        lay_out.pack(model, dtype)
     leave_file(model)
     replace_norms(model, cpu_candidates)
 

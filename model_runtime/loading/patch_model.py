@@ -298,11 +298,12 @@ def _plan(
     if (start, rotary_dim) != _zeroed_range(index, key_KTD, zeroed.key_1KTD[0]):
         raise ModelError(f"layer {index} rotates queries and keys over different dimensions")
     if rotary_dim == 0:
-        return LayerPlan(num_key_heads, key_dim, value_dim, None, 0, interleaved=False)
+        plan = LayerPlan(num_key_heads, key_dim, value_dim, None, 0, interleaved=False)
+        return replace(plan, window=unturned.sliding_window)
     shape = num_key_heads, key_dim, value_dim, layer_type, rotary_dim
     pairs = (query_HTD, turned.query_1HTD[0]), (key_KTD, turned.key_1KTD[0])
     for interleaved in (False, True):
-        plan = LayerPlan(*shape, interleaved, start)
+        plan = LayerPlan(*shape, interleaved, start, unturned.sliding_window)
         if all(_is_quarter_turn(*pair, plan) for pair in pairs):
             return plan
     raise ModelError(

@@ -19,6 +19,7 @@ import torch
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.parallel.division import ColumnDivision
 from ropewalk.model_runtime.parallel.group import Group
 from ropewalk.model_runtime.parallel.plan import plan_of
@@ -89,9 +90,10 @@ class Follower:
     def _build(self, values: Any) -> None:
         self._runner = None  # the memory of another cache
         checkpoint, page_size = self.checkpoint, values["page_size"]
-        store = new_store(
-            checkpoint.plans, values["num_pages"], page_size, checkpoint.dtype, checkpoint.device
-        )
+        on, groups = (checkpoint.dtype, checkpoint.device), values["groups"]
+        if groups is not None:
+            groups = PageGroups(tuple(map(tuple, groups["layers"])), tuple(groups["windows"]))
+        store = new_store(checkpoint.plans, values["num_pages"], page_size, *on, groups=groups)
         tables = RopeTables(
             checkpoint.native, page_size, values["max_len"], checkpoint.device, values["room"]
         )

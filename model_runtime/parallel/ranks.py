@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +48,7 @@ class MirroredRunner(ModelRunner):
                 {
                     "num_pages": store.num_pages,
                     "page_size": self._page_size,
+                    "groups": None if store.groups is None else asdict(store.groups),
                     "max_len": tables.max_len,
                     "room": tables.room,
                     "profiles": [profile_values(each) for each in tables.profiles],

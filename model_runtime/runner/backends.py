@@ -11,11 +11,12 @@ import torch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, check_format
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, ROUNDED, check_format
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.rope import ALL_LAYERS, Profile
 
 
@@ -62,16 +63,68 @@ def check_layers(profiles: Iterable[Profile], plans: Mapping[int, LayerPlan]) ->
             )
 
 
+def check_windows(groups: PageGroups | None, plans: Mapping[int, LayerPlan]) -> None:
+    """Raise ModelError if a layer reads more keys than the pages of its group keep."""
+    if groups is None:
+        return
+    places = groups.places()
+    for index, plan in plans.items():
+        if index not in places:
+            raise ModelError(f"layer {index} has no pages among the groups that were planned")
+        window = groups.windows[places[index][0]]
+        if window is not None and (plan.window is None or plan.window > window):
+            reads = "all keys" if plan.window is None else f"{plan.window} keys"
+            raise ModelError(
+                f"layer {index} reads {reads}, and the config says {window} (sliding_window)"
+            )
+
+
 def new_store(
     layers: Mapping[int, LayerShape],
     num_pages: int,
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    groups: PageGroups | None = None,
 ) -> KVCache:
-    """Return an empty cache in the layout of the device's backend."""
+    """Return an empty cache in the layout of the device's backend; `groups`: of its layers."""
     row_keys = backend_for(device).row_keys
-    return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
+    return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys, groups=groups)
+
+
+def rounded_store(
+    layers: Mapping[int, LayerShape],
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Return an empty cache in bfloat16. Raises ModelError.
+
+    If the model is in bfloat16, then it is the cache of `new_store`.
+    """
+    if device.type != "cpu":
+        raise ModelError(
+            f"kv_cache_dtype {ROUNDED} needs the model on a CPU, and it is on {device}"
+        )
+    check_format(ROUNDED, layers, dtype)
+    own_backend = None
+    if dtype != torch.bfloat16 and has_cpu_kernels(device):
+        from ropewalk.model_runtime.attention.cpu_backend import (  # noqa: PLC0415
+            RoundedCpuAttention,
+        )
+
+        own_backend = RoundedCpuAttention
+    return KVCache(
+        layers,
+        config.num_pages,
+        config.page_size,
+        torch.bfloat16,
+        device,
+        row_keys=backend_for(device).row_keys,
+        groups=config.page_groups,
+        own_backend=own_backend,
+    )
 
 
 def sealed_store(

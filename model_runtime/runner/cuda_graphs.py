@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span
+from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span, by_group
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.work_list import refill
 from ropewalk.model_runtime.transfer import fill
@@ -35,6 +35,7 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
+_FIELDS = 4  # of a sequence's token, before the page of each group of layers
 MOST_RECORDED = 256  # rows; each size keeps its own logits (docs/gpu-memory.md)
 
 
@@ -94,7 +95,7 @@ def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recor
 class _Recorded:
     """A captured step of S rows."""
 
-    numbers_FS: Tensor  # int64: token, position, page, offset, rotation table
+    numbers_FS: Tensor  # int64: token, position, offset, rotation table, a page of each group
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
@@ -106,7 +107,7 @@ class DecodeGraphs:
     """The captured decode steps, which are replayed. Not thread-safe.
 
     `forward`: returns the logits [S, V] of a batch and never waits for the device.
-    `spare_page`: a page that no sequence holds.
+    `spare_page`: a page that no sequence holds. `num_groups`: of layers, with a page each.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class DecodeGraphs:
         max_len: int,
         max_rows: int,
         spare_page: int,
+        num_groups: int = 1,
     ) -> None:
+        self._num_groups = num_groups
         self._forward = forward
         self._tables = tables
         self._page_size = page_size
@@ -161,14 +164,13 @@ class DecodeGraphs:
         changed = recorded.pages.follow(spans)
         if changed is not None:
             try:
-                rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
-                fill(recorded.batch.page_table_SN[changed], rows_RN)
+                self._fill_tables(recorded, *changed)
             except Exception:  # the device may lack these rows
                 recorded.pages.forget()
                 raise
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
-        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[4])
+        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[3])
         if token_S is not None:
             recorded.numbers_FS[0, : len(spans)].copy_(token_S)
 
@@ -179,35 +181,49 @@ class DecodeGraphs:
 
         return run
 
+    def _fill_tables(self, recorded: _Recorded, rows: slice, columns: slice) -> None:
+        """Send the changed part of the page tables to the device."""
+        batch, num_groups = recorded.batch, self._num_groups
+        if batch.page_table_GSN is None:
+            rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[rows, columns])
+            fill(batch.page_table_SN[rows, columns], rows_RN)
+            return
+        end = -(-columns.stop // num_groups)
+        rows_RX = recorded.pages.pages_SN[rows, : end * num_groups]
+        fill(batch.page_table_GSN[:, rows, :end], by_group(rows_RX, num_groups))
+
     def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
         """Return the inputs of a step except for its page table, int64 [F, S]."""
         num_there, size = len(spans), len(pages_SN)
-        numbers_FS = np.zeros((5, size), dtype=np.int64)
-        tokens_S, positions_S, pages_S, offsets_S, tables_S = numbers_FS
+        numbers_FS = np.zeros((_FIELDS + self._num_groups, size), dtype=np.int64)
+        tokens_S, positions_S, offsets_S, tables_S = numbers_FS[:_FIELDS]
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
         tables_S[:num_there] = [span.table_id for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
-        pages_S[:] = pages_SN[np.arange(size), columns_S]
+        columns_S *= self._num_groups
+        for group in range(self._num_groups):
+            numbers_FS[_FIELDS + group] = pages_SN[np.arange(size), columns_S + group]
         return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
         """Capture a step of padding; the same kernels read longer sequences and other pages."""
         device = self._tables.device
         num_pages = -(-self._max_len // self._page_size)
-        numbers_FS = torch.zeros(5, size, dtype=torch.int64, device=device)
-        numbers_FS[2] = self._spare_page
-        page_table_SN = torch.full(
-            (size, num_pages), self._spare_page, dtype=torch.int32, device=device
+        num_groups = self._num_groups
+        numbers_FS = torch.zeros(_FIELDS + num_groups, size, dtype=torch.int64, device=device)
+        numbers_FS[_FIELDS:] = self._spare_page
+        page_table_GSN = torch.full(
+            (num_groups, size, num_pages), self._spare_page, dtype=torch.int32, device=device
         )
-        token_ids_S, position_S, page_S, offset_S, table_S = numbers_FS
+        token_ids_S, position_S, offset_S, table_S = numbers_FS[:_FIELDS]
         place_S = torch.arange(size + 1, device=device)
         batch = Batch(
             token_ids_1T=token_ids_S[None],
             position_ids_1T=position_S[None],
-            page_T=page_S,
+            page_T=numbers_FS[_FIELDS],
             offset_T=offset_S,
-            page_table_SN=page_table_SN,
+            page_table_SN=page_table_GSN[0],
             cu_seqlens_S1=place_S,
             first_position_S=position_S,
             table_id_S=table_S,
@@ -215,8 +231,10 @@ class DecodeGraphs:
             single_B=place_S[:size],
             # Places of padding. The forward's work lists from them are filled before a replay.
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
+            page_table_GSN=None if num_groups == 1 else page_table_GSN,
+            page_GT=None if num_groups == 1 else numbers_FS[_FIELDS:],
         )
-        pages = PageTable(size, num_pages, self._spare_page)
+        pages = PageTable(size, num_pages * num_groups, self._spare_page)
         try:
             logits_SV, replay = self._record(lambda: self._forward(batch))
         except torch.OutOfMemoryError:  # it may work with one request fewer

@@ -173,7 +173,7 @@ class ModelRunner:
         forward = self._recorded(spans, token_S)
         if forward is None:
             batch = self._store.with_own_pages(
-                build_batch(spans, self._page_size, self._device), spans
+                build_batch(spans, self._page_size, self._device, self._store.num_groups), spans
             )
             if token_S is not None:
                 batch = replace(batch, token_ids_1T=token_S[None])
@@ -254,6 +254,7 @@ class ModelRunner:
             max_len=max_len,
             max_rows=max_rows,
             spare_page=spare_page,
+            num_groups=self._store.num_groups,
         )
         try:
             num_recorded = graphs.record_all()
@@ -290,7 +291,7 @@ class ModelRunner:
         pruned = None if self._pruned_layer is None else pruned_spans(spans)
         if self._pruned_layer is None or pruned is None:
             return every, batch.logit_rows_R
-        small = build_batch(pruned, self._page_size, self._device)
+        small = build_batch(pruned, self._page_size, self._device, self._store.num_groups)
         rows_R = logits_indices(batch)
         if batch.own_pages is not None:
             small = replace(small, own_pages=batch.own_pages.at_rows(rows_R))

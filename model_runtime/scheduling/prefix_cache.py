@@ -135,6 +135,16 @@ def _profile_at(tiers: Sequence[Tier], position: int, page_size: int) -> Profile
     return profile.native if position < num_native_pages * page_size else profile
 
 
+def first_page_read(num_pages: int, window: int | None, page_size: int) -> int:
+    """Return the first page that the query after `num_pages` full pages reads."""
+    return 0 if window is None else max(0, (num_pages * page_size + 1 - window) // page_size)
+
+
+def group_key(key: Key, group: int) -> Key:
+    """Return the key of a group's page; that of the first group is the key itself."""
+    return key + bytes((group,)) if group else key
+
+
 class PrefixIndex:
     """The mapping of key to page, and back. The page pool keeps the ref counts."""
 
@@ -151,6 +161,48 @@ class PrefixIndex:
                 break
             pages.append(page)
         return pages
+
+    def match_groups(
+        self, keys: Sequence[Key], windows: Sequence[int | None], page_size: int, hole: int
+    ) -> list[int]:
+        """Return the pages of the longest prefix of `keys` that a sequence can go on from.
+
+        A group without a window needs its page of every key, and a group with one those that the
+        next query reads. The pages stand group beside group, with `hole` for those not needed.
+        """
+        num_found = len(keys)
+        for group, window in enumerate(windows):
+            if window is None:
+                num_found = self._num_known(keys[:num_found], group)
+        num_before = -1
+        while num_found != num_before:
+            num_before = num_found
+            for group, window in enumerate(windows):
+                if window is not None:
+                    num_found = self._num_with_window(keys, group, num_found, window, page_size)
+        pages = [hole] * (num_found * len(windows))
+        for group, window in enumerate(windows):
+            for at in range(first_page_read(num_found, window, page_size), num_found):
+                pages[at * len(windows) + group] = self._page_of[group_key(keys[at], group)]
+        return pages
+
+    def _num_known(self, keys: Sequence[Key], group: int) -> int:
+        """Return the number of first keys whose pages of a group are known."""
+        for at, key in enumerate(keys):
+            if group_key(key, group) not in self._page_of:
+                return at
+        return len(keys)
+
+    def _num_with_window(
+        self, keys: Sequence[Key], group: int, most: int, window: int, page_size: int
+    ) -> int:
+        """Return the largest number of pages, up to `most`, before which a group has its window."""
+        at = most - 1
+        while at >= first_page_read(most, window, page_size):
+            if group_key(keys[at], group) not in self._page_of:
+                most = at
+            at -= 1
+        return most
 
     def page_of(self, key: Key) -> int | None:
         return self._page_of.get(key)

@@ -9,10 +9,11 @@ from ropewalk.model_runtime.scheduling.held_state import HeldState
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys, num_sharable
 from ropewalk.rope import GROWING, Tier
 
-# Pages of sequences that read their first and their last tokens only (the method `sinks`).
+# Pages of sequences that read their first and their last tokens only (the method `sinks`), and of
+# layers that read a window.
 #
-# The pages between are released while the sequence runs, and leave holes in its page table. No
-# query ever reads them again.
+# The other pages are released while the sequence runs, and leave holes in its page table. No query
+# ever reads them again.
 
 HOLE = -1  # in place of a page that was released
 
@@ -50,7 +51,8 @@ class Sequence:
     request: Request
     arrival: int = 0  # order of arrival, from the scheduler
     token_ids: list[int] = field(default_factory=list)  # prompt and answer
-    pages: list[int] = field(default_factory=list)  # page table, in order of position
+    # Page table, in order of position; the pages of several groups of layers stand side by side.
+    pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_published: int = 0  # leading pages that other sequences can find
     is_running: bool = False  # False: it waits, or has ended
@@ -58,7 +60,8 @@ class Sequence:
     num_scored: int = 0  # prompt tokens whose rows were delivered or not requested
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
     num_rescales: int = 0  # number of rotation table changes
-    end_dropped: int = 0  # the page after the last one that was released as never read again
+    # By group, the page after the last one that was released as never read again.
+    ends_dropped: dict[int, int] = field(default_factory=dict)
     waits_for: Key | None = None  # the key of a page that another sequence computes
     not_on_disk: Key | None = None  # the key of a missing page that the tier was last asked for
     open_page: int = 0  # of a running sequence, in a cache that seals pages
@@ -153,7 +156,8 @@ class Sequence:
     def forget_computed(self) -> list[int]:
         """Reset the computed state, and return the held pages so the pool can release them."""
         pages, self.pages = self.pages, []
-        self.num_computed = self.num_published = self.end_dropped = 0
+        self.num_computed = self.num_published = 0
+        self.ends_dropped.clear()
         self.is_cacheable = True
         return pages
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
+from ropewalk.model_runtime.page_groups import pages_of_window
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.page_tier import PageTier
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
-from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex, group_key
+from ropewalk.model_runtime.scheduling.sequence import HOLE, Kept, Sequence, most_pages
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
 
 
@@ -13,12 +14,21 @@ class SequencePages:
     """The owner of the page pool and the prefix index."""
 
     def __init__(
-        self, num_pages: int, page_size: int, max_chunk: int, num_state_slots: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        max_chunk: int,
+        num_state_slots: int = 0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """Own `num_pages` pages; a step computes at most `max_chunk` tokens of a sequence.
 
         `num_state_slots`: those of a model with states; 0: the model has none.
+        `windows`: keys that each group of layers reads (page_groups.py); None: all.
         """
+        self.num_groups = len(windows)
+        self._windows = windows
+        self._has_windows = any(windows)
         self.states = SequenceStates(num_state_slots, page_size) if num_state_slots else None
         self.page_size = page_size
         self._max_chunk = max_chunk
@@ -28,19 +38,42 @@ class SequencePages:
         self._detained: list[list[int]] | None = None  # None: pages are released at once
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.page_size) - len(sequence.pages))
+        """Return the pages that the first `num_tokens` tokens need beside those that are there."""
+        num_pages = -(-num_tokens // self.page_size) * self.num_groups
+        return max(0, num_pages - len(sequence.pages))
+
+    def num_positions(self, pages: list[int]) -> int:
+        """Return how many pages of all groups a page table has, so page_size positions each."""
+        return len(pages) // self.num_groups
 
     def num_to_hold(self, sequence: Sequence) -> int:
         """Return the number of pages that the sequence still needs for its known tokens.
 
-        Pages that it releases while it runs count once.
+        Pages that it releases while it runs count once. A page of a window that another sequence
+        holds, too, is not free after its release, so it does not count as held.
         """
         needed = self.num_needed(sequence, len(sequence.token_ids))
         most = most_pages(sequence.request.placement, self.page_size, self._max_chunk)
-        if most is None:
+        if not needed or (most is None and not self._has_windows):
             return needed
-        num_held = len(sequence.pages) - sequence.pages.count(HOLE)
-        return min(needed, max(0, most - num_held))
+        needed //= self.num_groups
+        total = 0
+        for group, window in enumerate(self._windows):
+            most_here = self._most_here(most, window)
+            if most_here is None:
+                total += needed
+                continue
+            held = [page for page in sequence.pages[group :: self.num_groups] if page != HOLE]
+            if window is not None:
+                held = [page for page in held if self.pool.ref_counts[page] == 1]
+            total += min(needed, max(0, most_here - len(held)))
+        return total
+
+    def _most_here(self, most: int | None, window: int | None) -> int | None:
+        """Return the most pages that a group holds of a sequence; `most`: without a window."""
+        if window is None:
+            return most
+        return pages_of_window(window, self.page_size, self._max_chunk)
 
     def num_reserved(self, running: Iterable[Sequence]) -> int:
         """Return the number of pages that running sequences still need for their known tokens."""
@@ -48,9 +81,21 @@ class SequencePages:
 
     def fits(self, sequence: Sequence, found: list[int], running: Iterable[Sequence]) -> bool:
         """Return whether a sequence that reuses the pages `found` can start beside the running."""
-        num_new = self.num_to_hold(sequence) - len(found)
-        # A cached page that is reused can no longer be evicted.
-        num_taken = num_new + sum(map(self.pool.is_cached, found))
+        most = most_pages(sequence.request.placement, self.page_size, self._max_chunk)
+        num_needed = self.num_needed(sequence, len(sequence.token_ids)) // self.num_groups
+        num_taken = 0
+        for group, window in enumerate(self._windows):
+            reused = [page for page in found[group :: self.num_groups] if page != HOLE]
+            # A cached page that is reused can no longer be evicted.
+            num_cached = [self.pool.is_cached(page) for page in reused].count(True)
+            most_here = self._most_here(most, window)
+            if window is None or most_here is None:
+                total = num_needed if most_here is None else min(num_needed, most_here)
+                num_taken += total - len(reused) + num_cached
+            else:
+                # The others' pages are not free when they let them go, so they count as taken.
+                num_new = num_needed - self.num_positions(found) + num_cached
+                num_taken += min(num_new, most_here) + len(reused) - num_cached
         return num_taken + self.num_reserved(running) <= self.pool.num_available
 
     @property
@@ -64,7 +109,7 @@ class SequencePages:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
-        if num_tokens <= len(sequence.pages) * self.page_size:
+        if num_tokens * self.num_groups <= len(sequence.pages) * self.page_size:
             return True
         num_needed = self.num_needed(sequence, num_tokens)
         if num_needed > self.pool.num_available:
@@ -85,16 +130,21 @@ class SequencePages:
     def drop_unread(self, sequence: Sequence) -> None:
         """Release the pages that no later query of the sequence reads, and leave holes."""
         kept = sequence.kept
-        if kept is None:
+        if kept is None and not self._has_windows:
             return
-        begin, end = kept.droppable(sequence.num_computed, self.page_size)
-        begin = max(begin, sequence.end_dropped)
-        if begin >= end:
-            return
-        dropped = sequence.pages[begin:end]
-        sequence.pages[begin:end] = [HOLE] * len(dropped)
-        sequence.end_dropped = end
-        self._let_go(dropped)
+        for group, window in enumerate(self._windows):
+            reads = kept if window is None else Kept(0, window)
+            if reads is None:
+                continue
+            begin, end = reads.droppable(sequence.num_computed, self.page_size)
+            begin = max(begin, sequence.ends_dropped.get(group, 0))
+            if begin >= end:
+                continue
+            places = slice(begin * self.num_groups + group, end * self.num_groups, self.num_groups)
+            dropped = sequence.pages[places]
+            sequence.pages[places] = [HOLE] * len(dropped)
+            sequence.ends_dropped[group] = end
+            self._let_go(dropped)
 
     def _let_go(self, pages: list[int]) -> None:
         pages = [page for page in pages if page != HOLE]
@@ -119,26 +169,32 @@ class SequencePages:
     def reuse_prefix(self, sequence: Sequence) -> None:
         """Assign to a sequence without pages the cached pages that match its known tokens."""
         keys = self.reusable_keys(sequence)
-        found = self.index.match(keys)
+        found = self._match(keys)
         if self.states is not None:
             keys = keys[: len(found)]
             found = found[: self.states.num_reusable(keys)]
             self.states.start(sequence, keys)
-        self.pool.share(found)
+        self.pool.share([page for page in found if page != HOLE])
         if self.tier is not None and found:
             self.tier.used(keys[: len(found)])
         sequence.pages = list(found)
-        sequence.num_published = len(found)
-        sequence.num_computed = len(found) * self.page_size
+        sequence.num_published = self.num_positions(found)
+        sequence.num_computed = sequence.num_published * self.page_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
 
     def reusable_pages(self, keys: list[Key]) -> list[int]:
         """Return the cached pages that a sequence with these keys would start with."""
-        found = self.index.match(keys)
+        found = self._match(keys)
         if self.states is None or not found:
             return found
         return found[: self.states.num_reusable(keys[: len(found)])]
+
+    def _match(self, keys: list[Key]) -> list[int]:
+        """Return the pages of the longest known prefix of `keys`, with holes that nothing reads."""
+        if self.num_groups == 1 and not self._has_windows:
+            return self.index.match(keys)
+        return self.index.match_groups(keys, self._windows, self.page_size, HOLE)
 
     def plan_junction(
         self, running: Iterable[Sequence], keys: list[Key], num_found: int
@@ -186,7 +242,10 @@ class SequencePages:
             return
         keys = sequence.page_keys(num_full, self.page_size)
         for at in range(sequence.num_published, num_full):
-            self.index.publish(sequence.pages[at], keys[at])
+            for group in range(self.num_groups):
+                page = sequence.pages[at * self.num_groups + group]
+                if page != HOLE:
+                    self.index.publish(page, group_key(keys[at], group))
             if self.tier is not None:
                 self.tier.offer(keys[at], at)
         sequence.num_published = num_full
@@ -210,7 +269,7 @@ class SequencePages:
             self.states.check_integrity(running)
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
-            assert len(sequence.pages) * self.page_size >= sequence.num_computed
+            assert self.num_positions(sequence.pages) * self.page_size >= sequence.num_computed
         in_tier = [] if self.tier is None else [self.tier.held()]
         held = (*(each.pages for each in running), *(self._detained or ()), *in_tier)
         for pages in held:

@@ -144,7 +144,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
     yield from _disk_contradictions(settings)
-    yield from _format_contradictions(settings)
+    yield from format_contradictions(settings)
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
@@ -192,12 +192,12 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
             )
 
 
-def _format_contradictions(settings: ServeSettings) -> Iterator[str]:
-    """Yield a sentence for each contradiction with a cache in few bits."""
+def format_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction with a cache in other numbers."""
     name = settings.kv_cache_dtype
     if name == "auto":
         return
-    if settings.page_size % PAGE_UNIT:
+    if name != "bfloat16" and settings.page_size % PAGE_UNIT:
         yield (
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
             f"{settings.page_size}"

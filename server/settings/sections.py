@@ -217,9 +217,10 @@ class CacheSettings(Section):
     kv_cache_tokens: int | None = setting(
         None, "Size of the KV cache in tokens, instead of kv_cache_gib.", unit="tokens", ge=1
     )
-    kv_cache_dtype: Literal["auto", "int8", "k8v4", "int4"] = setting(
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] = setting(
         "auto",
-        "Numbers of the KV cache. auto is --dtype. int8, k8v4 (keys in eight bits, values in four) "
+        "Numbers of the KV cache. auto is --dtype. bfloat16 rounds keys and values of a model in "
+        "float32, on a CPU. int8, k8v4 (keys in eight bits, values in four) "
         "and int4 hold full pages in few bits, on a CPU, and change answers a little.",
         unit="name",
     )

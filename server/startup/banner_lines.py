@@ -1,5 +1,6 @@
 """The lines of the banner and of the dry run: the plan, access, limits and chats."""
 
+from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
@@ -48,8 +49,9 @@ def describe(plan: ServingPlan) -> list[str]:
         if deployment.policy == "pinned" or deployment.overridable:
             lines.append(f"    reserve        {_reserve(deployment)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
-    size = size_text(plan.cache_bytes - plan.state_bytes - plan.open_bytes)
+    size = size_text(plan.cache_bytes - plan.state_bytes - plan.exact_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    lines += _window_lines(plan)
     lines += _format_lines(plan)
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
@@ -69,6 +71,22 @@ def describe(plan: ServingPlan) -> list[str]:
     return lines
 
 
+def _window_lines(plan: ServingPlan) -> list[str]:
+    """Return the line about layers with a window; none if no layer has one that matters."""
+    groups, config = plan.config.page_groups, plan.config
+    if groups is None:
+        if plan.why_whole is None:
+            return []
+        return [f"    windows        not held, all layers keep all tokens: {plan.why_whole}"]
+    longest = min(config.max_model_len, config.longest_context)
+    size = config.num_held_pages(longest) * plan.page_bytes
+    return [
+        f"    windows        {groups.text()}; {plan.token_bytes} bytes a token, "
+        f"{groups.beyond(plan.token_bytes)} beyond the windows; a context of {longest} tokens "
+        f"takes {size_text(size)} at most"
+    ]
+
+
 def _store_place(address: str) -> str:
     """Return the address of a store without its password."""
     from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
@@ -79,16 +97,24 @@ def _store_place(address: str) -> str:
 
 
 def _format_lines(plan: ServingPlan) -> list[str]:
-    """Return the line about pages in few bits; none if every page is as it was written."""
+    """Return the lines about the numbers of pages; none if they are those of the model."""
+    if plan.config.kv_cache_dtype == ROUNDED:
+        text = f"{ROUNDED}, the numbers of the model: the same as auto"
+        if plan.rounds:
+            text = (
+                f"{ROUNDED}, {plan.token_bytes} bytes a token (auto: {2 * plan.token_bytes}); keys "
+                "and values are rounded when they are written"
+            )
+        return [f"    format         {text}"]
     if not plan.open_page_bytes:
         return []
     numbers = plan.open_page_bytes // plan.config.page_size
     lines = [
         f"    format         {plan.config.kv_cache_dtype}, {plan.token_bytes} bytes a token (auto: "
         f"{numbers}); {size_text(plan.open_bytes)} of open pages for {plan.config.max_num_seqs} "
-        "sequences"
+        f"sequences, {size_text(plan.stage_bytes)} of pages that a step fills"
     ]
-    both_bytes = plan.capacity * plan.token_bytes + plan.open_bytes
+    both_bytes = plan.capacity * plan.token_bytes + plan.exact_bytes
     if plan.open_bytes > _LARGE_SHARE * both_bytes:
         lines.append(
             f"    open pages     take {plan.open_bytes / both_bytes:.0%} of the cache: a lower "

@@ -7,6 +7,8 @@ from pathlib import Path
 from ropewalk.model_runtime.attention.sealed.page_format import (
     check_format,
     open_bytes,
+    rounds,
+    stage_page_bytes,
     token_bytes,
 )
 from ropewalk.model_runtime.engine.cache_size import affordable_bytes
@@ -27,7 +29,7 @@ from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats
 from ropewalk.model_runtime.text.tools.tool_format import GENERIC, REASONING_FORMATS
-from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.banner_lines import (
     chat_line,
     computing_line,
@@ -40,10 +42,11 @@ from ropewalk.server.startup.banner_lines import (
 )
 from ropewalk.server.startup.gate import Problems
 from ropewalk.server.startup.load_model import find_model
+from ropewalk.server.startup.planning.format_advice import format_advice
+from ropewalk.server.startup.planning.template_of import chat_template_of
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
-    chat_template_of,
     plan_deployments,
     plan_serving,
 )
@@ -59,6 +62,7 @@ class Outlook:
     rank_weight_bytes: int | None  # of one process of several; None: there is one
     low_bits: Storage | None  # of weights in few bits; None: all are floats
     template: str  # of chats
+    advice: str | None = None  # if a context does not fit the memory
 
 
 def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelConfig:
@@ -109,15 +113,36 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     rank_bytes = _rank_weight_bytes(settings, outline)
     problems = Problems()
     template = problems.tried(lambda: _template_of(settings, outline))
-    problems.tried(lambda: plan_deployments(settings, outline.native()))
+    deployments = problems.tried(lambda: plan_deployments(settings, outline.native()))
     problems.refuse()
     assert template is not None, "it was tried without a problem"
+    assert deployments is not None, "they were tried without a problem"
     num_weight_bytes, low_bits = _storage(settings, outline)
     memory = _memory(outline)
     if memory is not None:
         memory = replace(memory, free=memory.total)
-    plan = _plan(settings, outline, rank_bytes or num_weight_bytes or 0, memory)
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text)
+    plan, advice = _advised_plan(
+        settings,
+        max(each.max_len for each in deployments),
+        lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
+    )
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text, advice)
+
+
+def _advised_plan(
+    settings: ServeSettings, wanted: int, plan_of: Callable[[ServeSettings], ServingPlan]
+) -> tuple[ServingPlan, str | None]:
+    """Return the plan, and advice if it holds less than `wanted` tokens. Raises as `plan_of`."""
+    try:
+        plan = plan_of(settings)
+    except SettingsError as error:
+        advice = format_advice(settings, wanted, plan_of)
+        if advice is None:
+            raise
+        raise SettingsError(f"{error}; {advice}") from error
+    if max(each.max_len for each in plan.deployments) >= wanted:
+        return plan, None
+    return plan, format_advice(settings, wanted, plan_of)
 
 
 def _storage(settings: ServeSettings, outline: ModelConfig) -> tuple[int | None, Storage | None]:
@@ -156,6 +181,10 @@ def _plan(
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),
         open_bytes=open_bytes(*form),
+        stage_page_bytes=stage_page_bytes(*form),
+        rounds=rounds(outline.dtype, settings.kv_cache_dtype),
+        windows=outline.windows(),
+        shapes=outline.layers(),
     )
     return plan_serving(settings, facts)
 
@@ -265,6 +294,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *expert_lines(outlook.outline, outlook.low_bits),
         *_rank_lines(settings, outlook),
         *describe(plan),
+        *([] if outlook.advice is None else [f"    does not fit   {outlook.advice}"]),
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
         computing_line(products, attention, "the self-check tells"),

@@ -47,9 +47,9 @@ from ropewalk.server.startup.banner_lines import (
 )
 from ropewalk.server.startup.load_model import load_model
 from ropewalk.server.startup.model_facts import facts_of
+from ropewalk.server.startup.planning.template_of import chat_template_of
 from ropewalk.server.startup.serving_plan import (
     ServingPlan,
-    chat_template_of,
     plan_deployments,
     plan_serving,
     profiles_of,

@@ -5,7 +5,12 @@ On a GPU they include a function that measures the memory of a step.
 
 from collections.abc import Callable, Sequence
 
-from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    open_bytes,
+    rounds,
+    stage_page_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import machine_memory
@@ -31,6 +36,7 @@ def facts_of(
     num_token_bytes = token_bytes(*form) * num_ranks
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)
+    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
     if checkpoint.device.type != "cuda":
         memory = machine_memory()
         return ModelFacts(
@@ -41,6 +47,10 @@ def facts_of(
             memory=memory,
             slot_bytes=bytes_per_state(checkpoint.states),
             open_bytes=open_bytes(*form),
+            stage_page_bytes=stage_page_bytes(*form),
+            rounds=rounds(checkpoint.dtype, settings.kv_cache_dtype),
+            windows=windows,
+            shapes=checkpoint.plans,
         )
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
@@ -49,5 +59,11 @@ def facts_of(
 
     # Every rank has a GPU of its own.
     return ModelFacts(
-        checkpoint.native, num_token_bytes, affordable * num_ranks, measure, num_ranks
+        checkpoint.native,
+        num_token_bytes,
+        affordable * num_ranks,
+        measure,
+        num_ranks,
+        windows=windows,
+        shapes=checkpoint.plans,
     )

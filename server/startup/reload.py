@@ -126,11 +126,7 @@ class Reloader:
         # As the running model has it, whatever the file says of the model now.
         settings = settings.model_copy(update=fixed)
         config = service.engine.config
-        deployments = within_cache(
-            settings,
-            plan_deployments(settings, service.native),
-            config.num_pages * config.page_size,
-        )
+        deployments = within_cache(settings, plan_deployments(settings, service.native), config)
         too_long = [each for each in deployments if each.max_len > config.max_model_len]
         if too_long:
             raise SettingsError(

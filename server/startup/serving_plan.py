@@ -3,26 +3,26 @@
 Planning needs no weights.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
 from ropewalk.model_runtime.config import EngineConfig, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.page_groups import PageGroups, Shape
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
-from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
-from ropewalk.server.settings.load import ServeSettings, SettingsError, chat_template_text
+from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.settings.sections import DeploymentSettings
+from ropewalk.server.startup.planning.context_buckets import default_context_buckets
+from ropewalk.server.startup.planning.held_windows import padded, planned_groups, windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
@@ -42,6 +42,10 @@ class ModelFacts:
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
+    windows: Mapping[int, int | None] = field(default_factory=dict)  # keys that each layer reads
+    shapes: Mapping[int, Shape] = field(default_factory=dict)  # of each layer's keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class ServingPlan:
     num_ranks: int = 1
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     open_page_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
+    why_whole: str | None = None  # why layers with windows keep all tokens; None: they do not
 
     @property
     def rank_cache_bytes(self) -> int:
@@ -64,16 +71,31 @@ class ServingPlan:
     @property
     def capacity(self) -> int:
         """Return the number of tokens that the cache holds in whole pages."""
-        return self.config.num_pages * self.config.page_size
+        return self.config.capacity
 
     @property
     def cache_bytes(self) -> int:
-        return self.capacity * self.token_bytes + self.state_bytes + self.open_bytes
+        return self.capacity * self.token_bytes + self.state_bytes + self.exact_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the size of a page of one group of layers in bytes, on all ranks."""
+        return self.token_bytes * self.config.page_size // self.config.num_groups
 
     @property
     def open_bytes(self) -> int:
         """Return the size of the open pages of all sequences in bytes."""
         return self.config.max_num_seqs * self.open_page_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the size of the most pages that a step stages in bytes."""
+        return _stage_bytes(self.config, self.stage_page_bytes)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Return the size of all exact pages beside sealed ones in bytes."""
+        return self.open_bytes + self.stage_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -128,12 +150,23 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
         )
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
-    deployments = within_cache(settings, deployments, config.num_pages * config.page_size)
+    why_whole = _groups(settings, facts, deployments)[1]
+    deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes, facts.open_bytes
-    return ServingPlan(deployments, config, bounds, *sizes)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
+    held = facts.slot_bytes, facts.open_bytes, facts.stage_page_bytes, facts.rounds
+    sizes = token_bytes, memory, facts.num_ranks, *held
+    return ServingPlan(deployments, config, bounds, *sizes, why_whole)
+
+
+def _groups(
+    settings: ServeSettings, facts: ModelFacts, deployments: Iterable[Deployment]
+) -> tuple[PageGroups | None, str | None]:
+    longest = max(each.max_len for each in deployments)
+    layers = facts.windows, facts.shapes
+    return planned_groups(settings, *layers, longest, has_states=facts.slot_bytes > 0)
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
@@ -154,16 +187,17 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
 
 
 def within_cache(
-    settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    """Return the deployments with requests no longer than a cache of `capacity` tokens.
+    """Return the deployments with requests no longer than the cache of this config holds.
 
     Raises SettingsError if a max_model_len of the settings is larger.
     """
-    fitting = _fitting(settings, deployments, capacity)
+    fitting = _fitting(settings, deployments, config)
     problems = [
         f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
-        f"({capacity} tokens), got {stated.max_model_len}{_needed(settings, deployment)}"
+        f"({config.longest_context} tokens), got {stated.max_model_len}"
+        f"{_needed(settings, deployment, config)}"
         for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
         if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
     ]
@@ -173,10 +207,10 @@ def within_cache(
 
 
 def _fitting(
-    settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    step = _step_tokens(settings)
-    return tuple(each.within_cache(capacity, step) for each in deployments)
+    sizes = config.longest_context, _step_tokens(settings), config.room_beside_windows
+    return tuple(each.within_cache(*sizes) for each in deployments)
 
 
 def _step_tokens(settings: ServeSettings) -> int:
@@ -184,7 +218,7 @@ def _step_tokens(settings: ServeSettings) -> int:
     return settings.max_num_batched_tokens + 4 * settings.page_size
 
 
-def _needed(settings: ServeSettings, deployment: Deployment) -> str:
+def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfig) -> str:
     """Return a clause with the cache that any length needs; empty if requests keep all pages."""
     kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
     if kept is None or method is None:
@@ -192,7 +226,7 @@ def _needed(settings: ServeSettings, deployment: Deployment) -> str:
     return (
         f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
         f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
-        "four pages"
+        f"four pages{windows_beside(config)}"
     )
 
 
@@ -217,25 +251,6 @@ def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     further = (*deployment.positions.values(), *deployment.exact.values())
     for tiers in (*deployment.tiers.values(), *further):
         yield from tiers
-
-
-def chat_template_of(
-    settings: ServeSettings,
-    own: Callable[[], str | None],
-    special_tokens: Mapping[str, str] | None = None,
-) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's `own`.
-
-    Raises ModelError or SettingsError.
-    """
-    for name in settings.allowed_chat_template_kwargs:
-        if name in RESERVED:
-            raise SettingsError(
-                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
-            )
-    stated = chat_template_text(settings)
-    text = own() if stated is None else stated
-    return ChatTemplate(text, special_tokens, settings.chat_template_seconds)
 
 
 def memory_text(memory: MemoryProfile) -> str:
@@ -282,50 +297,62 @@ def _prefix(settings: ServeSettings, name: str) -> str:
 def _config(
     settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
 ) -> tuple[EngineConfig, MemoryProfile | None]:
-    alike = {field.name for field in fields(EngineConfig)} & set(ServeSettings.model_fields)
+    alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
     stated |= {
         "kv_cache_tokens": settings.kv_cache_tokens or 0,
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
         "step_target_s": settings.step_target_seconds or None,
+        "page_groups": _groups(settings, facts, deployments)[0],
     }
     config = EngineConfig(**stated)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
     memory = None
     size_gib = settings.kv_cache_gib
     config, slots_bytes = with_slots(
         config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
     )
-    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes
+    stage_bytes = _stage_bytes(config, facts.stage_page_bytes)
+    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes + stage_bytes
     affordable = max(0, facts.affordable_bytes - beside_bytes)
     if settings.kv_cache_tokens is None:
         if settings.kv_cache_gib is None and facts.measure is not None:
             memory = facts.measure(config, profiles_of(deployments))
-            rank_bytes = facts.token_bytes // facts.num_ranks
+            rank_bytes = token_bytes // facts.num_ranks
             affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
         pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
-        config = sized(config, facts.token_bytes, affordable, pages_gib)
-    capacity = config.num_pages * config.page_size
-    _refuse_shortage(settings, facts, capacity * facts.token_bytes + beside_bytes)
-    if capacity == 0:
+        config = sized(config, token_bytes, affordable, pages_gib)
+    _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
+    if config.capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
         size = getattr(settings, given)
         raise SettingsError(
             f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
             + (f" beside {size_text(slots_bytes)} of states" if slots_bytes else "")
-            + _beside(config, facts.open_bytes)
+            + _beside(config, facts)
             + ("" if size is None else f", got {size:g}")
         )
-    longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
+    longest = max(each.max_len for each in _fitting(settings, deployments, config))
     return replace(config, max_model_len=longest), memory
 
 
-def _beside(config: EngineConfig, open_bytes: int) -> str:
-    """Return a clause with the open pages of all sequences; empty if no page is sealed."""
-    if not open_bytes:
+def _stage_bytes(config: EngineConfig, page_bytes: int) -> int:
+    """Return the bytes of the most pages that a step stages, for one layer at a time."""
+    step = config.max_num_batched_tokens, config.max_num_seqs, config.page_size
+    return most_staged(*step) * page_bytes
+
+
+def _beside(config: EngineConfig, facts: ModelFacts) -> str:
+    """Return a clause with the exact pages of all sequences; empty if no page is sealed."""
+    if not facts.open_bytes:
         return ""
-    size = size_text(config.max_num_seqs * open_bytes)
-    return f" beside {size} of open pages for {config.max_num_seqs} sequences (max_num_seqs)"
+    opened = size_text(config.max_num_seqs * facts.open_bytes)
+    staged = size_text(_stage_bytes(config, facts.stage_page_bytes))
+    return (
+        f" beside {opened} of open pages for {config.max_num_seqs} sequences (max_num_seqs) and "
+        f"{staged} of a step (max_num_batched_tokens)"
+    )
 
 
 def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: int) -> None:
@@ -353,14 +380,3 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> in
         f"{memory_text(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
         "max_num_seqs"
     )
-
-
-def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
-    """Return bucket bounds at fractions and multiples of the native length.
-
-    The fractions keep ordinary traffic from falling into one bucket.
-    """
-    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
-    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
-    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
-    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]

@@ -31,4 +31,5 @@ def check_model(settings: ServeSettings, *, is_loaded_next: bool) -> Finding:
         f"{model_name(settings)}: {outline.architecture}, {outline.device}, {dtype}, {weights}, "
         f"{outline.native().native_len} tokens trained, {longest} served"
         + ("" if is_loaded_next else _NOT_LOADED),
+        outlook.advice or "",
     )

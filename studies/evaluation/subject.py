@@ -75,9 +75,10 @@ def plan_variants(plan: LengthPlan, settings: ServeSettings, checkpoint: Checkpo
         }
     )
     serving = plan_serving(own, facts_of(checkpoint, own))
-    if serving.capacity < plan.longest:
+    longest = serving.config.longest_context
+    if longest < plan.longest:
         raise EvalError(
-            f"--context-lens must be <= {serving.capacity} tokens, which is what the KV cache "
+            f"--context-lens must be <= {longest} tokens, which is what the KV cache "
             f"holds (kv_cache_gib, kv_cache_tokens), got {plan.longest}"
         )
     return serving

@@ -3,12 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    EXACT,
+    FORMATS,
+    most_staged,
+    open_bytes,
+    stage_page_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.page_groups import PageGroups, group_layers
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import bytes_per_state
 
@@ -35,6 +43,10 @@ class Costs:
     state_bytes: int = 0  # of one sequence, in layers that keep a state; 0: there are none
     kv_format: str = EXACT  # kv_cache_dtype
     kv_open_bytes: int = 0  # of one sequence's open page; 0: no page is sealed
+    kv_stage_bytes: int = 0  # of the pages that one prompt fills in a step; 0: no page is sealed
+    kv_bytes_beyond_windows: int | None = None  # of a token; None: no layer holds its window only
+    kv_windows: str | None = None  # which layers keep how many tokens
+    longest_context_bytes: int = 0  # of its pages
 
 
 def costs_of(
@@ -45,25 +57,36 @@ def costs_of(
     low_bits: Storage | None = None,
     *,
     kv_cache_dtype: str = EXACT,
+    max_chunk: int | None = None,
 ) -> Costs:
     """Return the costs of a model's longest context, and what a stated memory holds.
 
     `low_bits`: the storage of weights in few bits, if a load would have it.
+    `max_chunk`: tokens of a step, if layers with a window hold their window only, or pages are
+    sealed.
     """
     form = (outline.layers(), outline.dtype, kv_cache_dtype, page_size)
     kv_bytes, kv_open_bytes = token_bytes(*form), open_bytes(*form)
+    num_staged = most_staged(max_chunk or 0, 1, page_size)
+    kv_stage_bytes = num_staged * stage_page_bytes(*form)
+    longest = max(deployment.max_len for deployment in deployments)
+    pages = _Pages(kv_bytes, page_size, max_chunk)
+    if max_chunk is not None and kv_cache_dtype not in FORMATS and not outline.states():
+        groups, _ = group_layers(outline.windows(), outline.layers(), longest)
+        if groups is not None:
+            pages = _Pages(groups.padded(kv_bytes), page_size, max_chunk, groups)
     num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
     if low_bits is not None:
         weight_bytes = low_bits.num_bytes
     file_bytes, file_types = outline.gguf_storage() or (None, None)
-    longest = max(deployment.max_len for deployment in deployments)
     state_bytes = bytes_per_state(outline.states())
-    holds: int | None = None
+    holds = in_memory = None
     if memory_gib is not None and weight_bytes is not None:
-        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes
-        holds = max(0, left // kv_bytes // page_size * page_size)
+        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes - kv_stage_bytes
+        holds = max(0, left // pages.token_bytes // page_size * page_size)
+        in_memory = min(longest, pages.longest(holds))
     return Costs(
-        kv_bytes,
+        pages.token_bytes,
         num_parameters,
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes() if low_bits is None else 0,
@@ -73,7 +96,7 @@ def costs_of(
         longest,
         memory_gib,
         holds,
-        None if holds is None else min(longest, holds),
+        in_memory,
         None if outline.stored is None else str(outline.stored),
         outline.num_stored_bytes(),
         None if low_bits is None else low_bits.formats,
@@ -81,7 +104,36 @@ def costs_of(
         state_bytes,
         kv_cache_dtype,
         kv_open_bytes,
+        kv_stage_bytes,
+        None if pages.groups is None else pages.groups.beyond(pages.token_bytes),
+        None if pages.groups is None else pages.groups.text(),
+        pages.num_bytes(longest),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages of a cache, and what a sequence takes of it."""
+
+    token_bytes: int  # in all layers
+    page_size: int
+    max_chunk: int | None
+    groups: PageGroups | None = None  # None: all layers keep all tokens
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a sequence's pages."""
+        if self.groups is None or self.max_chunk is None:
+            return num_tokens * self.token_bytes
+        num_pages = -(-num_tokens // self.page_size)
+        num_held = self.groups.num_held(num_pages, self.page_size, self.max_chunk)
+        return num_held * self.page_size * self.token_bytes // self.groups.num_groups
+
+    def longest(self, num_tokens: int) -> int:
+        """Return the tokens of the longest sequence in a cache of `num_tokens` in all layers."""
+        if self.groups is None or self.max_chunk is None:
+            return num_tokens
+        num_pages = num_tokens // self.page_size * self.groups.num_groups
+        return self.groups.longest(num_pages, self.page_size, self.max_chunk)
 
 
 def too_small(costs: Costs, page_size: int) -> str | None:
@@ -97,7 +149,7 @@ def too_small(costs: Costs, page_size: int) -> str | None:
 
 def cost_lines(costs: Costs, device_type: str) -> list[str]:
     """Return the lines about weights, the longest context and the stated memory."""
-    longest = size_text(costs.longest_context * costs.kv_bytes_per_token + _beside(costs))
+    longest = size_text(costs.longest_context_bytes + _beside(costs))
     lines = [
         *_weight_lines(costs),
         *_stored_lines(costs),
@@ -107,6 +159,8 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
     if costs.kv_open_bytes:
         size = size_text(costs.kv_open_bytes)
         lines.append(f"open page        {size} of a sequence of any length, part of its cache")
+        size = size_text(costs.kv_stage_bytes)
+        lines.append(f"step             {size} of pages that a prompt fills, part of its cache")
     if costs.state_bytes:
         states = size_text(costs.state_bytes)
         lines.append(f"states           {states} of a sequence of any length, in float32")
@@ -133,7 +187,7 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
 
 def _beside(costs: Costs) -> int:
     """Return the bytes that a sequence of any length takes beside its pages."""
-    return costs.state_bytes + costs.kv_open_bytes
+    return costs.state_bytes + costs.kv_open_bytes + costs.kv_stage_bytes
 
 
 def _stored_lines(costs: Costs) -> list[str]:

@@ -12,6 +12,7 @@ from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.dry_run import outline_of
+from ropewalk.server.startup.planning.held_windows import below_cache
 from ropewalk.server.startup.serving_plan import plan_deployments
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small
@@ -61,6 +62,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
         options.memory_gib,
         low_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
+        max_chunk=None if below_cache(settings) else settings.max_num_batched_tokens,
     )
     heads = None
     if options.heads is not None:
@@ -120,6 +122,11 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
         f"cache            {costs.kv_bytes_per_token} bytes a token: {shapes} in "
         f"{dtype if costs.kv_format == EXACT else costs.kv_format}",
     ]
+    if costs.kv_windows is not None:
+        lines.append(
+            f"windows          {costs.kv_windows}: {costs.kv_bytes_beyond_windows} bytes a token "
+            "beyond the windows"
+        )
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:
         lines.append(f"not scaled       layers of type {', '.join(others)} keep their own table")

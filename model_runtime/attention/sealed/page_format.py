@@ -52,6 +52,8 @@ FORMATS = {
     for each in (PageFormat("int8", 8, 8), PageFormat("k8v4", 8, 4), PageFormat("int4", 4, 4))
 }
 EXACT = "auto"  # numbers of the served dtype, as they were written
+ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write
+_ROUNDED_BYTES = 2
 
 
 def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType) -> None:
@@ -62,20 +64,46 @@ def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType)
         raise ModelError(
             f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
         )
-    FORMATS[name].check(layers)
+    if name in FORMATS:
+        FORMATS[name].check(layers)
+
+
+def rounds(dtype: NumberType, kv_cache_dtype: str) -> bool:
+    """Return whether the numbers of a model of this dtype are rounded when they are cached."""
+    return kv_cache_dtype == ROUNDED and dtype.itemsize > _ROUNDED_BYTES
 
 
 def token_bytes(
     layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
 ) -> int:
     """Return the cache bytes of one position over all layers, rounded up."""
-    if kv_cache_dtype == EXACT:
+    if kv_cache_dtype == ROUNDED:
+        return bytes_per_token(layers, dtype) // dtype.itemsize * _ROUNDED_BYTES
+    if kv_cache_dtype not in FORMATS:
         return bytes_per_token(layers, dtype)
     return -(-FORMATS[kv_cache_dtype].page_bytes(layers, page_size) // page_size)
+
+
+def stage_page_bytes(
+    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
+) -> int:
+    """Return the bytes of a staged page, which is of one layer; 0 if no page is sealed."""
+    if kv_cache_dtype not in FORMATS:
+        return 0
+    return page_size * max(bytes_per_token({0: each}, dtype) for each in layers.values())
+
+
+def most_staged(num_tokens: int, num_sequences: int, page_size: int) -> int:
+    """Return the most pages that a step stages: those that it fills beside its open pages.
+
+    Two tokens of a sequence may lie in two pages, and each `page_size` tokens more in one more.
+    """
+    num_prompts = min(num_sequences, num_tokens // 2)
+    return num_prompts and num_prompts + (num_tokens - 2 * num_prompts) // page_size
 
 
 def open_bytes(
     layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
 ) -> int:
     """Return the bytes of one sequence's open page over all layers; 0 if no page is sealed."""
-    return 0 if kv_cache_dtype == EXACT else bytes_per_token(layers, dtype) * page_size
+    return bytes_per_token(layers, dtype) * page_size if kv_cache_dtype in FORMATS else 0

@@ -31,7 +31,7 @@ from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
 Integers = NDArray[np.int64]
 _WORK_PER_SHARE = 4 << 20  # bytes; with a smaller part, waking a thread costs more than it saves
 _NUMBERS_PER_SHARE = 1 << 17  # that are added
-_ROWS_PER_READ = 8  # that take about as long to multiply as a panel takes to read
+ROWS_PER_READ = 8  # that take about as long to multiply as a panel takes to read
 
 
 class Pairs(NamedTuple):
@@ -45,9 +45,10 @@ class Pairs(NamedTuple):
 
 
 @jit()
-def _grouped(
+def group_pairs(
     choice_RC: Integers, weights_RC: Floats, num_experts: int
 ) -> tuple[Integers, Integers, Integers, Integers, Floats]:
+    """Return the fields of Pairs."""
     num_rows, num_choices = choice_RC.shape
     first = np.zeros(num_experts + 1, np.int64)
     for r in range(num_rows):
@@ -83,7 +84,7 @@ def grouped(choice_RC: Integers, weights_RC: Floats, num_experts: int) -> Pairs:
     """Return the pairs of rows and their experts. Raises IndexError for an unknown expert."""
     if choice_RC.size and not 0 <= choice_RC.min() <= choice_RC.max() < num_experts:
         raise IndexError(f"experts must be < {num_experts}. Given: {choice_RC.max()}")
-    return Pairs(*_grouped(choice_RC, weights_RC, num_experts))
+    return Pairs(*group_pairs(choice_RC, weights_RC, num_experts))
 
 
 @cache
@@ -122,7 +123,7 @@ def multiplier(multiply: Callable[..., None]) -> Any:
 class ExpertPanels(NamedTuple):
     """One matrix of all experts of a layer, in panels."""
 
-    run: Any  # compiled, see `multiplier`
+    product: Any  # compiled: rows times panels of one expert (skinny_gemm.py)
     num_inputs: int
     num_panels: int  # of one expert
     panel_bytes: int
@@ -140,12 +141,13 @@ class ExpertPanels(NamedTuple):
             x_RK, row_of_S, pairs.experts_A, pairs.starts, self.num_inputs, self.packed_Q,
             self.packed_step, self.layout, self.layout_step, self.bias_EW, out_SW,
         )  # fmt: skip
-        parallel_for(lambda share: self.run(*arguments, *share), self._shares(pairs))
+        run = multiplier(self.product)
+        parallel_for(lambda share: run(*arguments, *share), self._shares(pairs))
         return out_SW
 
     def _shares(self, pairs: Pairs) -> list[tuple[int, int]]:
         """Split the panels of all experts into parts that take about as long."""
-        cost_A = 1 + np.diff(pairs.starts) / _ROWS_PER_READ  # of a panel
+        cost_A = 1 + np.diff(pairs.starts) / ROWS_PER_READ  # of a panel
         ends_A = self.num_panels * np.cumsum(cost_A)
         total = float(ends_A[-1])
         most = int(total * self.panel_bytes / _WORK_PER_SHARE)

@@ -22,7 +22,6 @@ from ropewalk.model_runtime.cpu_kernels.fused_decode import (
     THIRD_AT,
     VALUE_DIM,
     Access,
-    pointer_to,
 )
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
@@ -42,7 +41,7 @@ from ropewalk.model_runtime.cpu_kernels.sealed.records import (
     widen_values,
 )
 from ropewalk.model_runtime.cpu_kernels.sealed.seal import write_pages
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, pointer_to
 
 _LIKE_BYTES = np.empty(0, np.uint8)
 

@@ -73,7 +73,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     )
     counting = Counting()
     to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
-    writer = Writer(place, open_store, _check_of(checkpoint, config), to_write, counting)
+    writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
     reader = Reader(to_read, counting, lambda key: writer.delete([key]))
     return DiskTier(memory, writer, reader, counting)
 
@@ -114,10 +114,10 @@ def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
     return url.shown, lambda: ValkeyStore(url, make_format())
 
 
-def _check_of(checkpoint: Checkpoint, config: EngineConfig) -> IsFinite:
+def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> IsFinite:
     """Return the check that a page's numbers are finite."""
-    if config.kv_cache_dtype == EXACT:
-        return plain_check(dtype_name(checkpoint.dtype))
+    if config.kv_cache_dtype not in FORMATS:
+        return plain_check(dtype_name(store.dtype))
     form, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
     return sealed_check(
         [

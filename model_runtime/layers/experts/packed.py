@@ -5,38 +5,31 @@ on that number. Here every product is one chain of sums over all inputs, whateve
 sums between the products are float32, and a row's experts are added in ascending order. So a
 bfloat16 result is rounded once.
 
-A layer's own gate is called on float32, in whole SIMD registers. silu(gate) * up, which nearly all
-models have, is one compiled pass.
+The gates of nearly all models are one compiled pass (`cpu_kernels/experts/gates.py`). Another gate
+is the layer's own code, called on float32 in whole SIMD registers.
 
-Shapes: R = rows, C = choices of a row, S = pairs of row and expert, E = experts, K = inputs,
-N = outputs, I = dimensions between the products, W = outputs with padding to whole panels.
+Shapes: R = rows, C = choices of a row, S = pairs of row and expert, K = inputs, N = outputs, W =
+outputs with padding to whole panels.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from math import log
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, gated
+from ropewalk.model_runtime.cpu_kernels.activations import GELU_ERF, GELU_TANH, SILU
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
+from ropewalk.model_runtime.cpu_kernels.experts.gates import CLAMPED, Gate, gated_experts
 from ropewalk.model_runtime.cpu_kernels.experts.products import (
     ExpertPanels,
     add_experts,
     grouped,
-    multiplier,
 )
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
-from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
-from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rules_of
-from ropewalk.model_runtime.layers.merged_linear import placeholder
-from ropewalk.model_runtime.layers.packed_product import DTYPES
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 from ropewalk.model_runtime.probing.equivalence import equal_by_row, trial_rows
-
-if TYPE_CHECKING:
-    from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ROUNDING = {torch.float32: 1e-5}
@@ -51,35 +44,40 @@ class PackedExperts(Replacement):
         self, original: Any, gate_up: ExpertPanels, down: ExpertPanels, num_outputs: int
     ) -> None:
         super().__init__(original)
-        self._num_experts = len(original.down_proj)
-        self._num_outputs = num_outputs
-        self._panels = gate_up, down
-        self._is_silu = original.has_gate and _is_silu(original)
+        self.num_experts, self.num_outputs = len(original.down_proj), num_outputs
+        self.panels = gate_up, down
+        self.num_between = -(-gate_up.num_panels // 2) * PANEL  # with padding
+        self.gate = _gate_of(original) if original.has_gate else None  # None: the layer's own
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each row, [R, K], [R, C], [R, C] -> [R, N]."""
         x_RK = as_numpy(x.contiguous()).reshape(-1, x.shape[-1])
-        out_RN = np.empty((len(x_RK), self._num_outputs), x_RK.dtype)
         choice_RC = as_numpy(top_k_index.long().contiguous())
         weights_RC = as_numpy(top_k_weights.float().contiguous())
+        out_RN = self.multiply(x_RK, choice_RC, weights_RC)
+        return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self.num_outputs)
+
+    def multiply(self, x_RK: Any, choice_RC: Any, weights_RC: Any) -> Any:
+        """Compute the experts of each row; numpy arrays of float32 or of bf16's bits."""
+        out_RN = np.empty((len(x_RK), self.num_outputs), x_RK.dtype)
         step = max(1, _MOST_PAIRS // choice_RC.shape[1])
         for first in range(0, len(x_RK), step):
             rows = slice(first, first + step)
             self._write(x_RK[rows], choice_RC[rows], weights_RC[rows], out_RN[rows])
-        return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self._num_outputs)
+        return out_RN
 
     def _write(self, x_RK: Any, choice_RC: Any, weights_RC: Any, out_RN: Any) -> None:
         """Write the outputs of some rows."""
-        gate_up, down = self._panels
-        pairs = grouped(choice_RC, weights_RC, self._num_experts)
-        between_SW = self._gated(gate_up.multiply(x_RK, pairs.row_of_S, pairs))
+        gate_up, down = self.panels
+        pairs = grouped(choice_RC, weights_RC, self.num_experts)
+        between_SW = self._between(gate_up.multiply(x_RK, pairs.row_of_S, pairs))
         y_SW = down.multiply(between_SW, np.arange(len(between_SW)), pairs)
         add_experts(y_SW, pairs, out_RN)
 
-    def _gated(self, both_SW: Any) -> Any:
+    def _between(self, both_SW: Any) -> Any:
         """Return the inputs of the second product, with padding."""
-        if self._is_silu:
-            return gated(both_SW)
+        if self.gate is not None:
+            return gated_experts(both_SW, self.gate)
         own: Any = self._original[0]
         function = own._apply_gate if own.has_gate else own.act_fn  # noqa: SLF001
         both = nn.functional.pad(torch.from_numpy(both_SW), (0, -both_SW.shape[1] % (2 * PANEL)))
@@ -89,149 +87,32 @@ class PackedExperts(Replacement):
 
 
 @torch.inference_mode()
-def _is_silu(module: Any) -> bool:
-    """Return whether the module's gate is silu(first half) * second half."""
+def _gate_of(module: Any) -> Gate | None:
+    """Return the compiled gate that computes what the module's does; None if there is none."""
     both = trial_rows(2 * PANEL, _TRIAL_SCALES)
+    is_mixed = not module.is_concatenated
     try:
         expected: Tensor = module._apply_gate(both)  # noqa: SLF001
+        clamped = _clamped_gate(module, is_mixed=is_mixed)
     except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
-        return False
-    return equal_by_row(_ROUNDING)(torch.from_numpy(gated(both.numpy())), expected)
+        return None
+    known = [Gate(kind, is_mixed) for kind in (SILU, GELU_TANH, GELU_ERF)]
+    for gate in [*known, *([clamped] if clamped else [])]:
+        found = torch.from_numpy(gated_experts(both.numpy(), gate))
+        if found.shape == expected.shape and equal_by_row(_ROUNDING)(found, expected):
+            return gate
+    return None
 
 
-def pack(model: nn.Module, dtype: torch.dtype) -> None:
-    """Lay out all experts and routers that run under the rules of `routing.py`, in place.
+def _clamped_gate(module: Any, *, is_mixed: bool) -> Gate | None:
+    """Return the clamped gate with the numbers that two values of the module's gate follow from.
 
-    `dtype` is the number type of rows.
+    A gate of 1 and an up of 0 give sigmoid(alpha). With a huge up, they give limit + 1 times that.
     """
-    low = [each for each in model.modules() if isinstance(each, LowBitExperts)]
-    kernels = _low_bit_kernels(low, dtype) if low else None
-    for block, names in expert_blocks(model):
-        rules = rules_of(block)
-        if rules is None:
-            continue
-        for name in names:
-            experts: Any = getattr(block, name)
-            if isinstance(experts, LowBitExperts):
-                setattr(block, name, _low_bit_packed(experts, kernels))
-            elif experts.down_proj.dtype in DTYPES and not experts.has_post_expert_norm:
-                setattr(block, name, _packed(experts))
-        for weight in rules.weights:
-            panels = own_panels(weight.detach().float(), None)
-            rules.products[id(weight)] = RowProducts(panels, weight.shape[1], FLOAT32)
-
-
-def _low_bit_kernels(experts: Sequence[LowBitExperts], dtype: torch.dtype) -> "LowBits":
-    """Return the kernels of all formats; models without them do not import these kernels."""
-    from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits  # noqa: PLC0415
-
-    matrices = [matrix for each in experts for matrix in each.matrices.values()]
-    kinds = {part.kind for each in matrices for parts in each.parts_E for part in parts}
-    return LowBits(kinds, dtype, has_float_rows=True)
-
-
-def _low_bit_packed(experts: LowBitExperts, kernels: Any) -> PackedExperts:
-    """Return the experts with a table of their panels; nothing is copied."""
-    own: Any = experts._original[0]  # noqa: SLF001
-    first = experts.first_name
-    num_parts = len(experts.matrices[first].parts_E[0])
-    is_mixed = experts.has_gate and num_parts == 1
-    panels = (
-        _low_bit_panels(experts, first, kernels, is_mixed=is_mixed),
-        _low_bit_panels(experts, "down_proj", kernels),
-    )
-    _free(own)
-    return PackedExperts(own, *panels, experts.matrices["down_proj"].parts_E[0][0].num_outputs)
-
-
-def _low_bit_panels(
-    experts: LowBitExperts, name: str, kernels: Any, *, is_mixed: bool = False
-) -> ExpertPanels:
-    matrix = experts.matrices[name]
-    table = np.stack([np.concatenate([part.table() for part in parts]) for parts in matrix.parts_E])
-    num_experts, num_panels, _ = table.shape
-    num_parts = len(matrix.parts_E[0])
-    bias_EW = _biases(experts, name, 2 if is_mixed else num_parts, is_mixed=is_mixed)
-    return ExpertPanels(
-        multiplier(kernels.multiplying.multiply),
-        matrix.num_inputs,
-        num_panels,
-        matrix.num_bytes // (num_experts * num_panels),
-        np.empty(0, np.float32),
-        0,
-        table.ctypes.data,
-        table[0].nbytes,
-        bias_EW,
-        owner=(table, matrix),
-    )
-
-
-def _packed(experts: Any) -> PackedExperts:
-    """Return the experts in panels; their own weights are freed."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    made = PackedExperts(
-        experts,
-        _float_panels(experts, first, num_parts=2 if experts.has_gate else 1),
-        _float_panels(experts, "down_proj", num_parts=1),
-        experts.down_proj.shape[2 if experts.is_transposed else 1],
-    )
-    _free(experts)
-    return made
-
-
-def _free(experts: nn.Module) -> None:
-    """Free the parameters of a module, which may be views of a mapped file."""
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        setattr(experts, name, placeholder(parameter))
-
-
-def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
-    """Copy a matrix of all experts into panels, one expert at a time.
-
-    `num_parts`: 2 if outputs are gates and ups, which get the same number of panels.
-    """
-    weight_E = getattr(experts, name).detach()
-    num_experts = len(weight_E)
-    is_mixed = num_parts == 2 and not experts.is_concatenated
-    packed_EQ: Any = None
-    for index, weight in enumerate(weight_E):
-        rows_NK = weight.t() if experts.is_transposed else weight
-        panels = own_panels(padded(rows_NK, num_parts, is_mixed=is_mixed), None)
-        if packed_EQ is None:
-            packed_EQ = np.empty((num_experts, panels.packed_Q.size), panels.packed_Q.dtype)
-        packed_EQ[index] = panels.packed_Q
-    return ExpertPanels(
-        multiplier(FLOAT32.multiply),
-        panels.num_inputs,
-        panels.num_panels,
-        packed_EQ[0].nbytes // panels.num_panels,
-        packed_EQ.reshape(-1),
-        packed_EQ.shape[1],
-        panels.layout,
-        0,
-        _biases(experts, name, num_parts, is_mixed=is_mixed),
-    )
-
-
-def _biases(experts: Any, name: str, num_parts: int, *, is_mixed: bool) -> Any:
-    """Return the biases of a matrix in float32, [E, W]; [E, 0] if there are none."""
-    if not experts.has_bias:
-        return np.empty((len(experts.down_proj), 0), np.float32)
-    biases: Iterable[Tensor] = getattr(experts, f"{name}_bias").detach().float()
-    return np.stack([padded(each, num_parts, is_mixed=is_mixed).numpy() for each in biases])
-
-
-def padded(outputs_NX: Tensor, num_parts: int, *, is_mixed: bool) -> Tensor:
-    """Pad outputs, [N, ...] -> [W, ...], so that each part is whole panels.
-
-    `is_mixed`: outputs of both parts take turns, and only the last ones are padding.
-    """
-    if is_mixed:
-        return torch.cat([outputs_NX, _zeros(outputs_NX, -len(outputs_NX) % (num_parts * PANEL))])
-    parts = outputs_NX.chunk(num_parts)
-    pieces = ((part, _zeros(part, -len(part) % PANEL)) for part in parts)
-    return torch.cat(list(chain.from_iterable(pieces)))
-
-
-def _zeros(like: Tensor, count: int) -> Tensor:
-    return like.new_zeros(count, *like.shape[1:])
+    gates, ups = torch.ones(2, PANEL).double(), torch.tensor([0.0, 1e9]).double()
+    parts = (gates, ups[:, None].expand(2, PANEL))
+    both = torch.stack(parts, -1).flatten(1) if is_mixed else torch.cat(parts, -1)
+    small, large = module._apply_gate(both)[:, 0].tolist()  # noqa: SLF001
+    if not 0 < small < 1:
+        return None
+    return Gate(CLAMPED, is_mixed, alpha=log(small / (1 - small)), limit=large / small - 1)

@@ -38,9 +38,14 @@ from ropewalk.model_runtime.cpu_kernels.threads import (
     run_thread_team,
 )
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
+from ropewalk.model_runtime.layers.fused.mixtures import active_bytes, experts_product
 from ropewalk.model_runtime.layers.fused.operations import (
     Attend,
+    Enter,
+    Leave,
     Product,
+    Route,
     TailCall,
     UntraceableError,
 )
@@ -59,7 +64,6 @@ _log = structlog.get_logger(__name__)
 
 _BYTES_PER_THREAD = 4 << 20  # of weights; with fewer, a thread costs more time than it saves
 _FAR = 1 << 20  # a position that no short prompt has
-_LINE = 64  # bytes of a cache line, at which a slot begins
 
 
 class Logits(NamedTuple):
@@ -116,12 +120,19 @@ class DecoderLayers:
             for place, each in enumerate(self._instructions)
             if isinstance(each.source, Attend)
         ]
-        self._num_bytes = 0  # of weights that the kernel reads
+        self.read_bytes = 0  # of weights that a step of one row reads
         self._trials: dict[Way, PackedProduct] = {}  # one of the kernel's products for each way
         self._has_head = False  # whether the kernel multiplies by the head, too
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
+        sources = [each.source for each in self._instructions]
+        self._experts_product = experts_product(sources)
         self._note_products()
-        self._private, self._shared = (self._offsets(is_shared=each) for each in (False, True))
+        self.read_bytes += sum(
+            active_bytes(each.mixture) for each in sources if isinstance(each, Leave)
+        )
+        self._private, self._shared = (
+            offsets_of(program, is_shared=each) for each in (False, True)
+        )
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the logits of the requested rows; other steps go to the model's own forward."""
@@ -177,6 +188,11 @@ class DecoderLayers:
             source, out = each.source, each.fields[kernel.OUT]
             if isinstance(source, Product):
                 arrays[out] = source.product.multiply(arrays[each.fields[kernel.FIRST]])
+            elif isinstance(source, Leave):
+                x_RK = arrays[each.fields[kernel.THIRD]]
+                arrays[out] = source.mixture.multiply(x_RK)
+            elif isinstance(source, Route | Enter):
+                pass  # `Leave` computes the whole mixture
             elif isinstance(source, Attend):
                 self._write(each, source, every, arrays)
                 if pruned is not None and source.layer == last_layer:
@@ -216,7 +232,7 @@ class DecoderLayers:
         fields = each.fields
         key, value = arrays[fields[kernel.SECOND]], arrays[fields[kernel.THIRD]]
         places = (key, fields[kernel.SECOND_AT], value, fields[kernel.THIRD_AT])
-        _cpu(step).write_columns(*places, step.store.arrays[source.layer])
+        _cpu(step, source.layer).write_columns(*places, step.store.arrays[source.layer])
 
     def _attend(self, place: int, source: Attend, step: PagedStep, arrays: list[Any]) -> Numbers:
         """Return a layer's attention, head by head."""
@@ -230,7 +246,7 @@ class DecoderLayers:
             factors_X[kernel.SOFTCAP],
             sinks_H,
         )
-        backend, query_TC = _cpu(step), arrays[fields_F[kernel.FIRST]]
+        backend, query_TC = _cpu(step, source.layer), arrays[fields_F[kernel.FIRST]]
         pages = step.store.arrays[source.layer]
         return backend.attend(query_TC, source.num_heads, pages, params, backend.ranged(tables))
 
@@ -251,14 +267,16 @@ class DecoderLayers:
             _LIKE_SCALE,
             backend.destinations,
             backend.sequences,
+            *backend.pages_of_groups,
+            step.store.group_L,
             tuple((tables * MOST_TABLES)[:MOST_TABLES]),
         ).unnamed()
         num_threads = self._num_threads(backend)
-        shared = _Memory(self._shared, num_rows, hidden_RE)
+        shared = Memory(self._shared, num_rows, hidden_RE)
         logits_RV = np.empty(
             (num_rows, self._head.out_features if with_head else 0), hidden_RE.dtype
         )
-        own = [_Memory(self._private, num_rows, hidden_RE) for _ in range(num_threads)]
+        own = [Memory(self._private, num_rows, hidden_RE) for _ in range(num_threads)]
         for each in own:
             each.addresses_B += shared.addresses_B
             each.addresses_B[program.embedding] = hidden_RE.ctypes.data
@@ -267,7 +285,7 @@ class DecoderLayers:
                     logits_RV.ctypes.data
                 )
         assert self.multiplying is not None
-        run = kernel.runner_for(self.multiplying, backend.access(pages))
+        run = kernel.runner_for(self.multiplying, backend.access(pages), self._experts_product)
         arrived = np.zeros(1, np.int64)
 
         def work(thread: int) -> None:
@@ -284,7 +302,7 @@ class DecoderLayers:
     def _num_threads(self, backend: CpuAttention) -> int:
         """Return the number of threads that the size of all weights, or attention, is worth."""
         most = min(torch.get_num_threads(), MOST_THREADS)
-        by_weights = max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
+        by_weights = max(1, min(most, self.read_bytes // _BYTES_PER_THREAD))
         _, each = self._attentions[0]
         plan = self._plans[each.layer]
         shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)
@@ -333,58 +351,26 @@ class DecoderLayers:
                 continue
             fields_F = self._program.fields_OF[place]
             self._trials[product.way] = product
-            self._num_bytes += skinny.num_bytes
+            self.read_bytes += skinny.num_bytes
             fields_F[kernel.ADDRESS] = skinny.packed_Q.ctypes.data
             fields_F[kernel.LENGTH] = skinny.packed_Q.size
             fields_F[kernel.OTHER_ADDRESS] = skinny.bias_N.ctypes.data
             fields_F[kernel.OTHER_LENGTH] = skinny.bias_N.size
             fields_F[kernel.LAYOUT], fields_F[kernel.CHAIN] = skinny.layout, skinny.chain
 
-    def _offsets(self, *, is_shared: bool) -> list[int | None]:
-        """Return where each slot begins, in columns of all of them; None for the other kind."""
-        found: list[int | None] = []
-        end = 0
-        head = self._program.instructions[-1].fields[kernel.OUT]
-        for place, slot in enumerate(self._program.slots):
-            is_outside = place in (self._program.embedding, head) and slot.is_shared
-            if slot.is_shared is not is_shared or is_outside:
-                found.append(None)
-                continue
-            found.append(end)
-            end += -(-slot.width // _LINE) * _LINE
-        return [*found, end]
-
-
-class _Memory:
-    """The memory of slots of one kind, for a count of rows."""
-
-    def __init__(self, offsets: list[int | None], num_rows: int, like: Numbers) -> None:
-        *begins, end = offsets
-        assert end is not None
-        self._memory = np.empty(num_rows * end + _LINE, like.dtype)
-        skipped = -self._memory.ctypes.data % _LINE // like.itemsize
-        self._memory = self._memory[skipped:]
-        base, row = self._memory.ctypes.data, num_rows * like.itemsize
-        self.addresses_B = np.array(
-            [0 if begin is None else base + begin * row for begin in begins], np.int64
-        )
-
-    def rows(self, slot: int, num_rows: int, width: int) -> Numbers:
-        """Return the rows of a slot, [R, C]."""
-        begin = (int(self.addresses_B[slot]) - self._memory.ctypes.data) // self._memory.itemsize
-        return self._memory[begin : begin + num_rows * width].reshape(num_rows, width)
-
 
 _LIKE_SCALE = np.empty(0, np.float32)
 
 
 def _is_on_rows(each: Instruction) -> bool:
-    return not isinstance(each.source, Product | Attend)
+    return not isinstance(each.source, Product | Attend | Route | Enter | Leave)
 
 
-def _cpu(step: PagedStep) -> CpuAttention:
-    assert isinstance(step.backend, CpuAttention)
-    return step.backend
+def _cpu(step: PagedStep, layer: int | None = None) -> CpuAttention:
+    """Return the backend of a layer's pages; without a layer that of the first group."""
+    backend = step.backend if layer is None else step.backend_of(layer)
+    assert isinstance(backend, CpuAttention)
+    return backend
 
 
 def restore(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import AttentionCall
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 
@@ -88,7 +89,37 @@ class Attend:
     call: AttentionCall
 
 
-Operation = Product | Norm | Combine | Activate | Attend
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A router's logits, which are float32."""
+
+    out: Value
+    x: Operand
+    mixture: Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """The first product of the experts that each row chose, and their gate, in float32."""
+
+    out: Value
+    x: Operand
+    logits: Operand
+    mixture: Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The second product of the experts, and the sum of each row's."""
+
+    out: Value
+    between: Operand
+    logits: Operand
+    x: Operand  # of the whole mixture, for steps of many rows
+    mixture: Mixture
+
+
+Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,18 @@ import numpy as np
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints
+from ropewalk.model_runtime.layers.fused.mixtures import stage_fields
 from ropewalk.model_runtime.layers.fused.operations import (
     Activate,
     Attend,
     Combine,
+    Enter,
+    Leave,
     Norm,
     Operand,
     Operation,
     Product,
+    Route,
     Trace,
     UntraceableError,
     Value,
@@ -99,8 +103,10 @@ class _Builder:
             self._combine(operation)
         elif isinstance(operation, Activate):
             self._activate(operation)
-        else:
+        elif isinstance(operation, Attend):
             self._attend(operation)
+        else:
+            self._stage(operation)
 
     def _add(
         self,
@@ -197,6 +203,17 @@ class _Builder:
         factors = (each.call.scaling, each.call.softcap or 0.0)
         self._add(kernel.ATTEND, each, runs, fields, factors=factors, keeps=(sinks_H,))
 
+    def _stage(self, each: Route | Enter | Leave) -> None:
+        if isinstance(each, Route):
+            code, operands = kernel.ROUTE, [each.x]
+        elif isinstance(each, Enter):
+            code, operands = kernel.ENTER, [each.x, each.logits]
+        else:
+            code, operands = kernel.LEAVE, [each.between, each.logits, each.x]
+        runs = [self._run(operand, is_whole=True) for operand in operands]
+        keeps, fields, factors = stage_fields(each)
+        self._add(code, each, runs, fields, factors=factors, keeps=keeps)
+
     def _run(self, operand: Operand, *, is_whole: bool = False, is_first: bool = False) -> Run:
         """Return the operand as columns beside each other, gathered if they are not.
 
@@ -287,7 +304,7 @@ def _live_slots(instructions: Sequence[Instruction], slot_of: Mapping[int, int])
 
 
 def _is_shared(each: Instruction) -> bool:
-    return each.fields[kernel.CODE] in (kernel.PRODUCT, kernel.ATTEND)
+    return each.fields[kernel.CODE] >= kernel.PRODUCT
 
 
 def _allocate(

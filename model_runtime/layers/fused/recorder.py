@@ -22,14 +22,19 @@ from ropewalk.model_runtime.attention.paged_attention import (
     StateCall,
 )
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.layers.experts.mixture import Mixture
+from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
 from ropewalk.model_runtime.layers.fused.operations import (
     Activate,
     Attend,
     Combine,
+    Enter,
+    Leave,
     Norm,
     Operand,
     Operation,
     Product,
+    Route,
     TailCall,
     Trace,
     UntraceableError,
@@ -179,6 +184,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             ]
         )
         return out  # type: ignore[no-any-return]
+
+    def mix(self, mixture: Mixture, x: Tensor) -> Any:
+        """Note the three operations of a mixture of experts."""
+        operand, axis = self.operand(x)
+        widths = stage_widths(mixture, x.itemsize)
+        logits, between = (self._value(width) for width in widths)
+        out, value = self._output(x, (*x.shape[:-1], mixture.experts.num_outputs), axis)
+        held, entered = _part(logits, None), _part(between, None)
+        self._operations.extend(
+            [
+                Route(logits, operand, mixture),
+                Enter(between, operand, held, mixture),
+                Leave(value, entered, held, operand, mixture),
+            ]
+        )
+        if not mixture.is_pair:
+            return out
+        weights = torch.zeros(NUM_TOKENS, mixture.num_choices)
+        self.note_input(weights)  # no operation may read it
+        return out, weights
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Note a layer's attention; return zeros, [1, T, H, V]."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan
+from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.fused.operations import Trace, UntraceableError
 from ropewalk.model_runtime.layers.fused.recorder import NUM_TOKENS, Recorder
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
@@ -68,12 +69,15 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
 
 def _noting(
     recorder: Recorder, module: Any, head: Any, embedding: nn.Module
-) -> Callable[..., Tensor] | None:
+) -> Callable[..., Any] | None:
     """Return the forward of a module of ours that notes itself; None for another module."""
     if module is embedding:
         return partial(recorder.embed, module)
     if module is head:
         return partial(recorder.end, head.product)
+    mixture = vars(module).get("forward")
+    if isinstance(mixture, Mixture):
+        return partial(recorder.mix, mixture)
     for kind, name, note in _OURS:
         own = module if name is None else getattr(module, name, None)
         if isinstance(module, kind) and own is not None:

@@ -85,8 +85,9 @@ def test_variants_of_a_kernel_have_names_of_their_own() -> None:
     """Symbols and cache files of kernels are found by the names of the variants."""
     kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
     kernels += [
-        fused_decode._runner(multiplying, access)
+        fused_decode.runner_for(multiplying, access, experts)
         for multiplying in (FLOAT32, WIDENED, IN_PAIRS)
         for access in (fused_decode.EXACT_ACCESS, fused_decode.PAIRS_ACCESS)
+        for experts in (None, FLOAT32.multiply, IN_PAIRS.multiply)
     ]
     assert len({kernel.py_func.__qualname__ for kernel in kernels}) == len(kernels)

@@ -1,10 +1,13 @@
-"""A server with sealed pages compiles its kernels before its first request."""
+"""A server with another cache than `auto` compiles its kernels before its first request."""
 
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import gc
+import sys
 from numba.core.dispatcher import Dispatcher
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
@@ -18,20 +21,30 @@ def compiled():
 
 checkpoint = load_checkpoint(EMBEDDED_MODEL)
 deployment = deployment_of(checkpoint)
-config = EngineConfig(kv_cache_tokens=1024, max_model_len=512, kv_cache_dtype="int4")
+config = EngineConfig(kv_cache_tokens=1024, max_model_len=512, kv_cache_dtype=sys.argv[1])
 profiles = [tier.profile for tier in deployment.own_tiers]
 engine = build_engine(checkpoint, config, profiles=profiles)
 before = compiled()
 engine.start()
 answer(engine, *(request(deployment, [7] * num, max_tokens=40) for num in (100, 30)))
 engine.stop()
-print(any(name == "write_pages" for name, _ in before), sorted(compiled() - before))
+kernel, of = sys.argv[2:]
+is_there = any(name == kernel and of in key for name, key in before)
+print(is_there, sorted(compiled() - before))
 """
 
 
-def test_no_request_compiles_a_kernel() -> None:
+@pytest.mark.parametrize(
+    ("kind", "kernel", "of"),
+    [("int4", "write_pages", ""), ("bfloat16", "write_kv", "uint16")],
+)
+def test_no_request_compiles_a_kernel(kind: str, kernel: str, of: str) -> None:
     """Prompts over several pages and decodes in one call; a process of its own has none before."""
     ended = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", _SCRIPT, kind, kernel, of],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.stdout.splitlines()[-1:] == ["True []"], ended.stderr

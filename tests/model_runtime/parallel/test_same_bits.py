@@ -1,6 +1,7 @@
 """A model on several ranks answers with the bits of one rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine, build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.page_groups import group_layers
 from ropewalk.model_runtime.parallel.ranks import Ranks
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -43,8 +45,9 @@ def logits(runner: ModelRunner, profiles: Sequence[Profile] = PROFILES) -> list[
         *,
         is_last_only: bool = False,
     ) -> Span:
-        num = len(token_ids)
-        return Span(token_ids, first, pages, table, range(num - 1 if is_last_only else 0, num))
+        num, num_groups = len(token_ids), runner.store.num_groups
+        row = [page * num_groups + group for page in pages for group in range(num_groups)]
+        return Span(token_ids, first, row, table, range(num - 1 if is_last_only else 0, num))
 
     own, other, again = [0, 1, 2, 3], [4, 5], [9, 8, 7, 6]
     steps = [
@@ -68,9 +71,15 @@ def logits(runner: ModelRunner, profiles: Sequence[Profile] = PROFILES) -> list[
 def compare(
     ranks: Ranks, alone: Checkpoint, shared: Checkpoint, profiles: Sequence[Profile] = PROFILES
 ) -> None:
-    """Compare all steps, to the bit if the ranks say so; else within the self-check's bound."""
+    """Compare all steps, to the bit if the ranks say so; else within the self-check's bound.
+
+    On the ranks, pages hold groups of layers if some read a window.
+    """
     expected = logits(build_runner(alone, CONFIG), profiles)
-    found = logits(build_runner(shared, CONFIG, make=ranks.runner), profiles)
+    windows = {index: plan.window for index, plan in shared.plans.items()}
+    groups, _ = group_layers(windows, shared.plans, CONFIG.max_model_len)
+    config = replace(CONFIG, page_groups=groups)
+    found = logits(build_runner(shared, config, make=ranks.runner), profiles)
     for step, (got_RV, wanted_RV) in enumerate(zip(found, expected, strict=True)):
         assert got_RV.shape == wanted_RV.shape
         if ranks.has_same_bits:

@@ -1,10 +1,21 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.sealed.own_pages import own_pages
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    most_staged,
+    open_bytes,
+    rounds,
+    stage_page_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
@@ -34,6 +45,8 @@ def planned(embedded: Checkpoint, **settings: str) -> ServingPlan:
         4 * GIB,
         memory=MachineMemory(64 * GIB, 64 * GIB),
         open_bytes=open_bytes(*form),
+        stage_page_bytes=stage_page_bytes(*form),
+        rounds=rounds(_Float32(), found.kv_cache_dtype),
     )
     return plan_serving(found, facts)
 
@@ -62,11 +75,14 @@ def test_a_gib_holds_more_tokens(
     exact, few = planned(embedded, **size), planned(embedded, **size, kv_cache_dtype=kind)
     assert few.token_bytes == num_bytes
     assert few.open_bytes == 8 * 64 * 46_080
+    assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
-    assert line.endswith("22.5 MiB of open pages for 8 sequences")
+    assert line.endswith(
+        "22.5 MiB of open pages for 8 sequences, 3.66 MiB of pages that a step fills"
+    )
 
 
 @pytest.mark.parametrize(("size", "is_told"), [("0.25", True), ("1", False)])
@@ -130,7 +146,9 @@ def test_a_gpu_is_refused(embedded: Checkpoint) -> None:
 @pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "q8_0"])
 def test_names_of_other_servers_are_refused(name: str) -> None:
     """Their numbers differ, so they are no aliases."""
-    with pytest.raises(SettingsError, match="kv_cache_dtype: must be auto, int8, k8v4 or int4"):
+    with pytest.raises(
+        SettingsError, match="kv_cache_dtype: must be auto, bfloat16, int8, k8v4 or int4"
+    ):
         load_settings({"kv_cache_dtype": name})
 
 
@@ -154,6 +172,7 @@ def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch)
     assert f"cache            {plan.token_bytes} bytes a token: " in report.text
     assert " in k8v4\n" in report.text
     assert "open page        " in report.text
+    assert "step             " in report.text
     assert any(line.startswith("    format         k8v4, ") for line in describe(plan))
 
 
@@ -167,3 +186,62 @@ def test_resident_tensors_are_what_the_plan_counts(
     form = embedded.plans, embedded.dtype, "int4", 64
     counted = 4096 * token_bytes(*form) + 5 * open_bytes(*form)
     assert engine._core._runner.store.num_bytes == counted
+
+
+def test_bfloat16_holds_twice_the_tokens_of_float32(embedded: Checkpoint) -> None:
+    """No page is sealed, so nothing is held beside the pages."""
+    exact = planned(embedded, kv_cache_gib="1")
+    few = planned(embedded, kv_cache_gib="1", kv_cache_dtype="bfloat16")
+    assert (few.token_bytes, few.exact_bytes) == (23_040, 0)
+    assert 0 <= few.capacity - 2 * exact.capacity <= 64
+    assert describe(few)[-1] == (
+        "    format         bfloat16, 23040 bytes a token (auto: 46080); keys and values are "
+        "rounded when they are written"
+    )
+
+
+def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
+    """The dry run reads the number type of the model."""
+    plan = outlook_of(load_settings({"kv_cache_dtype": "bfloat16", "dtype": "bfloat16"})).plan
+    exact = outlook_of(load_settings({"dtype": "bfloat16"})).plan
+    assert plan.token_bytes == exact.token_bytes
+    line = "    format         bfloat16, the numbers of the model: the same as auto"
+    assert line in describe(plan)
+    assert not any("format" in each for each in describe(exact))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
+        ({"page_size": "16"}, None),
+    ],
+)
+def test_bfloat16_goes_with_more_than_sealed_pages(
+    settings: dict[str, str], message: str | None
+) -> None:
+    """Pages of any size, and a tier on disk."""
+    if message is None:
+        load_settings({**settings, "kv_cache_dtype": "bfloat16"})
+        return
+    with pytest.raises(SettingsError, match=message):
+        load_settings({**settings, "kv_cache_dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 31, 64, 65, 66, 97, 130])
+@pytest.mark.parametrize("num_sequences", [1, 2, 3])
+def test_the_plan_counts_the_most_pages_that_a_step_stages(most: int, num_sequences: int) -> None:
+    """Of every way to give a step's tokens to sequences, the worst; the batch builder counts."""
+    store: Any = SimpleNamespace(page_size=32, most_numbers=1, dtype=torch.float32)
+    worst = 0
+    for counts in product(range(most + 1), repeat=num_sequences):
+        if sum(counts) != most:
+            continue
+        spans = [
+            Span([0] * num, first, [0] * 9, 0, range(0), open_page=0)
+            for num in counts
+            for first in [31]  # of a page: the worst place to begin
+            if num
+        ]
+        worst = max(worst, len(own_pages(spans, store).staged))
+    assert worst == most_staged(most, num_sequences, 32)

@@ -90,3 +90,26 @@ def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
             seal_page(row, record, sides)
         records[:, form.parameter_bytes(Layer(), page)[1] :] = 0xFF  # behind them there is nothing
         assert check(records.reshape(-1)) == np.isfinite(number)
+
+
+def test_rounded_pages_outlive_the_engine_with_the_same_bits(
+    engines: EngineFactory, llama_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Files of bfloat16 under a model in float32 have half the bytes, and an identity of their own.
+
+    A page of the exact cache is not found.
+    """
+    checkpoint = with_weights(llama_checkpoint, tmp_path / "model")
+    asked = request(deployment_of(checkpoint), PROMPT, max_tokens=40, logprobs=4)
+    expected = answer(engines.over(checkpoint, **small("bfloat16")), asked)[0]
+    found, sizes = [], []
+    for number, kind in enumerate(("auto", "bfloat16", "bfloat16")):
+        server = Server(engines, checkpoint, tmp_path / "kv", **small(kind))
+        result, num_cached = server.ask(replace(asked, request_id=f"again-{number}"))
+        assert (result == expected) == (kind == "bfloat16")
+        found.append(num_cached)
+        server.stop()
+        sizes.append({path.stat().st_size - 128 for path in files(tmp_path / "kv")})
+    assert found == [0, 0, NUM_PAGES * 32]
+    (exact,) = sizes[0]
+    assert sizes[1] == sizes[2] == {exact, exact // 2}

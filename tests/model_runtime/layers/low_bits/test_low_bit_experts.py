@@ -12,8 +12,8 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import widened
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.layers.experts.lay_out import pack
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
-from ropewalk.model_runtime.layers.experts.packed import pack
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint

@@ -1,0 +1,148 @@
+"""`python -m benchmarks.made_mixture FILE.gguf`: a file of a mixture with random weights.
+
+The layers have the shape of Qwen3-MoE. A step takes as long with random weights as with others, and
+a random router chooses experts evenly, which is the most that several rows can read. The experts of
+a layer are the rows of one matrix in other orders, so that a file is written in seconds.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+_ARCHITECTURE = "qwen3moe"
+_HEAD_DIM, _CONTEXT = 64, 4096
+_WIDTH = 0.02  # standard deviation of weights, about
+# The places of float16 numbers in a block of each type, and the deviation of its values without.
+_SCALES = {Type.Q4_K: (0, 2), Type.Q6_K: (208,), Type.Q8_0: (0,)}
+_DEVIATIONS = {Type.Q4_K: 290.0, Type.Q6_K: 1360.0, Type.Q8_0: 74.0}
+
+
+class Shape(NamedTuple):
+    """The sizes of a mixture."""
+
+    layers: int = 20
+    hidden: int = 1024
+    between: int = 768  # of an expert
+    experts: int = 32
+    choices: int = 4
+    heads: int = 16
+    kv_heads: int = 4
+    vocabulary: int = 8192
+
+
+def _blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
+    """Return random rows of a type, [N, bytes]."""
+    draw = np.random.default_rng(seed)
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), np.uint8)
+    scale = np.array([_WIDTH / _DEVIATIONS[kind]], np.float16).view(np.uint8)
+    for at in _SCALES[kind]:
+        blocks[..., at : at + 2] = scale
+    return blocks.reshape(num_rows, -1)
+
+
+def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
+    """Return the type that llama-quantize gives a weight."""
+    if types == "Q8_0":
+        return Type.Q8_0
+    eighth = num_layers // 8
+    is_finer = layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2
+    return Type.Q6_K if is_finer and name in ("attn_v", "ffn_down_exps") else Type.Q4_K
+
+
+def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
+    """Add the tensors of a layer."""
+    hidden, width = shape.hidden, shape.heads * _HEAD_DIM
+    kv_width = shape.kv_heads * _HEAD_DIM
+    sizes = {
+        "attn_q": (width, hidden),
+        "attn_k": (kv_width, hidden),
+        "attn_v": (kv_width, hidden),
+        "attn_output": (hidden, width),
+        "ffn_gate_exps": (shape.between, hidden),
+        "ffn_up_exps": (shape.between, hidden),
+        "ffn_down_exps": (hidden, shape.between),
+    }
+    for place, (name, size) in enumerate(sizes.items()):
+        kind = _type_of(name, layer, shape.layers, types)
+        rows = _blocks(kind, *size, seed=100 * layer + place)
+        if name.endswith("_exps"):
+            rows = np.stack([np.roll(rows, 7 * each, axis=0) for each in range(shape.experts)])
+        writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
+    draw = np.random.default_rng(layer)
+    router = 2.0 * draw.standard_normal((shape.experts, hidden), np.float32) / hidden**0.5
+    writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
+    for name, dim in (("attn", hidden), ("ffn", hidden), ("attn_q", 64), ("attn_k", 64)):
+        writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
+
+
+def _vocabulary(size: int) -> dict[str, list[Any]]:
+    """Return the tokens of a byte-level tokenizer with one merge, and fillers."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [chr(256 + place) for place in range(256 - len(printable))]
+    tokens = ["<|begin|>", "<|end|>", *sorted([*map(chr, printable), *others]), "ab"]
+    kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
+    tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
+    return {"tokens": tokens, "token_type": kinds, "merges": ["a b"]}
+
+
+def write(path: Path, shape: Shape, types: str) -> None:
+    """Write the file; `types`: Q4_K_M or Q8_0."""
+    writer = gguf.GGUFWriter(path, _ARCHITECTURE)
+    writer.add_context_length(_CONTEXT)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.between)
+    writer.add_expert_feed_forward_length(shape.between)
+    writer.add_expert_count(shape.experts)
+    writer.add_expert_used_count(shape.choices)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(_HEAD_DIM)
+    writer.add_value_length(_HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    vocabulary = _vocabulary(shape.vocabulary)
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_types(vocabulary["token_type"])
+    writer.add_token_merges(vocabulary["merges"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
+    for name, kind in (
+        ("token_embd", Type.Q8_0 if types == "Q8_0" else Type.Q4_K),
+        ("output", Type.Q8_0 if types == "Q8_0" else Type.Q6_K),
+    ):
+        rows = _blocks(kind, shape.vocabulary, shape.hidden, seed=7)
+        writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+    for layer in range(shape.layers):
+        _layer(writer, shape, layer, types)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--types", type=click.Choice(["Q4_K_M", "Q8_0"]), default="Q4_K_M", show_default=True)
+@click.option("--layers", default=20, show_default=True, type=click.IntRange(1))
+@click.option("--experts", default=32, show_default=True, type=click.IntRange(2))
+@click.option("--choices", default=4, show_default=True, help="Experts of a row.")
+@click.option("--between", default=768, show_default=True, help="Dimensions within an expert.")
+def main(file: Path, *, types: str, layers: int, experts: int, choices: int, between: int) -> None:
+    """Write a mixture with random weights."""
+    shape = Shape(layers=layers, experts=experts, choices=choices, between=between)
+    write(file, shape, types)
+    click.echo(f"{file}: {file.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Whether layers with a window hold their window only, and what a plan says of it."""
+
+from collections.abc import Mapping
+
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
+from ropewalk.server.settings.load import ServeSettings
+
+_BELOW = ("kv_disk", "kv_store")  # settings of a tier of pages
+
+
+def planned_groups(
+    settings: ServeSettings,
+    windows: Mapping[int, int | None],
+    shapes: Mapping[int, Shape],
+    max_len: int,
+    *,
+    has_states: bool,
+) -> tuple[PageGroups | None, str | None]:
+    """Return the groups of layers that share pages, or why windows are not held.
+
+    None, None: no layer has a window below `max_len`.
+    """
+    found = group_layers(windows, shapes, max_len)
+    if found == (None, None):
+        return found
+    if settings.kv_cache_dtype in FORMATS:
+        return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
+    below = below_cache(settings)
+    if below is not None:
+        return None, f"pages below the cache hold all layers ({below})"
+    if has_states:
+        return None, "its other layers keep states"
+    return found
+
+
+def below_cache(settings: ServeSettings) -> str | None:
+    """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+    return next((name for name in _BELOW if getattr(settings, name) is not None), None)
+
+
+def padded(token_bytes: int, groups: PageGroups | None) -> int:
+    """Return the bytes of a token in all layers, with places in pages that no layer has."""
+    return token_bytes if groups is None else groups.padded(token_bytes)
+
+
+def windows_beside(config: EngineConfig) -> str:
+    """Return a clause with the pages of windows; empty if none are held."""
+    if config.page_groups is None:
+        return ""
+    step = config.page_size, config.max_num_batched_tokens
+    num_pages = config.page_groups.window_pages(*step)
+    return f", beside {num_pages} pages of the layers with a window"

@@ -1,0 +1,159 @@
+"""Mixtures get a step of one call, with the bits of their own forward, whatever routers choose."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk.model_runtime.attention import cpu_backend
+from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
+from ropewalk.model_runtime.layers.experts.routing import expert_blocks
+from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, restore
+from ropewalk.model_runtime.layers.fused.mixtures import experts_product
+from ropewalk.model_runtime.layers.fused.operations import Leave, UntraceableError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from tests.engines import checkpoint_of
+from tests.expert_files import expert_file
+from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
+from tests.sampling import sampled
+from tests.tiny_models import in_dtype, tiny_model
+from tests.tokens import byte_tokenizer
+
+SIZES = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 96}
+
+
+def _nothing(weight_EK: Tensor) -> None:
+    """Change nothing: logits are random."""
+    del weight_EK
+
+
+def _twins(weight_EK: Tensor) -> None:
+    """Let each expert tie with another."""
+    weight_EK[4:] = weight_EK[:4]
+
+
+# What a router's weights are; with zeros, all rows choose the first experts.
+ROUTERS: dict[str, Callable[[Tensor], Any]] = {
+    "random": _nothing,
+    "zeros": torch.Tensor.zero_,
+    "twins": _twins,
+}
+# Routers, and the experts of a row: with one choice, zeros send all rows to the first expert.
+ROUTINGS = (("random", 3), ("zeros", 1), ("twins", 3), ("random", 8))
+CASES = [
+    (architecture, dtype, *routing, is_few)
+    for is_few in (False, True)
+    for routing in ROUTINGS
+    for architecture in ("qwen3_moe", "mixtral", "gpt_oss")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Use so many threads, for a weight of any size."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused_decoder, "_BYTES_PER_THREAD", 1)
+        patched.setattr(cpu_backend, "_SERIAL_WORK", 1)
+        torch.set_num_threads(count)
+        yield
+    torch.set_num_threads(before)
+
+
+def mixture(
+    architecture: str, dtype: torch.dtype, router: str, num_choices: int, *, is_few: bool
+) -> Checkpoint:
+    """A checkpoint of a tiny mixture with such routers."""
+    model: Any = tiny_model(architecture, **SIZES, num_experts_per_tok=num_choices)
+    for block, _ in expert_blocks(model):
+        own: Any = getattr(block, "gate", None) or block.router
+        with torch.no_grad():
+            ROUTERS[router](own.weight)
+    model = in_dtype(model, dtype)
+    if is_few:
+        quantise_model(model, byte_tokenizer())
+        assert any(isinstance(each, LowBitExperts) for each in model.modules())
+    return checkpoint_of(model)
+
+
+def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, several sequences and few rows have equal logits; some steps are one call."""
+    forward = forward_of(checkpoint)
+    assert isinstance(forward, DecoderLayers)
+    calls, original = [], DecoderLayers._all_at_once
+
+    def counted(*arguments: Any, with_head: bool) -> Any:
+        calls.append(with_head)
+        return original(*arguments, with_head=with_head)
+
+    monkeypatch.setattr(DecoderLayers, "_all_at_once", counted)
+    found = []
+    for count in (1, 3):
+        with threads(count):
+            found.append(answers(checkpoint))
+    assert forward.multiplying is None or len(calls) == 2 * len(found)
+    restore(checkpoint.model)
+    own = answers(checkpoint)
+    for fused in found:
+        assert all(map(torch.equal, fused, own))
+
+
+@pytest.mark.parametrize("case", sampled(CASES, fixed=2), ids=str)
+def test_bits_are_those_of_the_own_forward(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, torch.dtype, str, int, bool]
+) -> None:
+    """All rows to one expert, ties, a router of zeros, every expert; floats and few bits."""
+    *others, is_few = case
+    assert_same_bits(mixture(*others, is_few=is_few), monkeypatch)
+
+
+# The types of gate, up and down; half of the downs of Q4_K_M have six bits.
+FILES = sampled(
+    [
+        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
+        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
+        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
+        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
+    ],
+    fixed=1,
+)
+
+
+@pytest.mark.parametrize(("case", "types"), FILES, ids=str)
+def test_experts_in_the_bits_of_a_file_are_one_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, types: tuple[str, str, str]
+) -> None:
+    """Types differ between the matrices of a layer, and attention has floats."""
+    path = expert_file(tmp_path / "m.gguf", types, case=case, width=256)
+    assert_same_bits(load_checkpoint(path, device="cpu"), monkeypatch)
+
+
+def test_a_config_that_asks_for_the_logits_of_routers_is_served() -> None:
+    """Checkpoints of a training have it; their loss needs calls of the routers."""
+    checkpoint = checkpoint_of(tiny_model("mixtral", **SIZES, output_router_logits=True))
+    assert isinstance(forward_of(checkpoint), DecoderLayers)
+    restore(checkpoint.model)
+    assert len(answers(checkpoint)) > 1
+
+
+def test_experts_of_two_kinds_have_no_one_call() -> None:
+    """The one call has one product of experts, and the reason names both kinds."""
+
+    def leave(*products: str) -> Leave:
+        experts = SimpleNamespace(panels=[SimpleNamespace(product=each) for each in products])
+        mixture: Any = SimpleNamespace(experts=experts)
+        nothing: Any = None
+        return Leave(nothing, nothing, nothing, nothing, mixture)
+
+    assert experts_product([None]) is None
+    assert experts_product([leave("few", "few"), None, leave("few", "few")]) == "few"
+    with pytest.raises(UntraceableError, match="experts of floats and of few bits"):
+        experts_product([leave("few", "few"), leave("few", "floats")])

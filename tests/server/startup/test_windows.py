@@ -1,0 +1,155 @@
+"""The plan, the dry run and `inspect` of models whose layers read a window."""
+
+from pathlib import Path
+
+import pytest
+
+from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
+from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
+from ropewalk.rope import NativeRope, native_rope
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.startup.banner_lines import describe
+from ropewalk.server.startup.serving_plan import (
+    ModelFacts,
+    ServingPlan,
+    plan_deployments,
+    plan_serving,
+)
+from ropewalk.studies.inspection.costs import cost_lines, costs_of
+from tests.engines import tiny_checkpoint
+from tests.tiny_models import tiny_config
+
+MEMORY = 64 * 2**20
+SHAPE = KVShape(1, 256, 256)
+GEMMA = {index: None if index % 6 == 5 else 512 for index in range(18)}
+TOKEN_BYTES = 18 * 512 * 4
+PLAIN = '{"rope_type": "default"}'
+SINKS = '{"rope_type": "default", "positions": {"method": "sinks", "sinks": 4, "window": 1020}}'
+
+
+def native(length: int = 32768) -> NativeRope:
+    """A native table of one kind, for so many tokens."""
+    return native_rope({"max_position_embeddings": length, "head_dim": 256})
+
+
+def plan_of(
+    windows: dict[int, int | None],
+    token_bytes: int = TOKEN_BYTES,
+    length: int = 32768,
+    **settings: str,
+) -> ServingPlan:
+    """The plan of a model with these windows."""
+    found: ServeSettings = load_settings({"rope_scaling": PLAIN, **settings})
+    shapes = dict.fromkeys(windows, SHAPE)
+    facts = ModelFacts(native(length), token_bytes, MEMORY, windows=windows, shapes=shapes)
+    return plan_serving(found, facts)
+
+
+def test_a_long_context_fits_a_fifth_of_the_memory() -> None:
+    """The longest context follows from the pages that each group holds, and the banner tells it."""
+    plan = plan_of(GEMMA, kv_cache_gib="0.25", max_num_batched_tokens="512")
+    (deployment,) = plan.deployments
+    assert plan.config.num_groups == 6
+    assert plan.capacity == 2**28 // TOKEN_BYTES // 64 * 64
+    assert deployment.max_len == plan.config.max_model_len == 32768
+    assert plan.cache_bytes == plan.config.num_pages * plan.page_bytes
+    lines = describe(plan)
+    assert (
+        "    windows        of 18 layers 15 keep 512 tokens; 36864 bytes a token, 6144 beyond the "
+        "windows; a context of 32768 tokens takes 226 MiB at most"
+    ) in lines
+    whole = plan_of(dict.fromkeys(GEMMA), kv_cache_gib="0.25")
+    assert whole.config.page_groups is None
+    assert whole.deployments[0].max_len == whole.capacity < 8192
+    assert not any("windows" in line for line in describe(whole))
+
+
+def test_a_cache_without_a_size_holds_every_sequence() -> None:
+    """It is no larger than max_num_seqs sequences take."""
+    plan = plan_of({0: 64}, 4096, max_num_seqs="2", max_model_len="8192")
+    assert plan.config.num_pages == 2 * plan.config.num_held_pages(8192) < 2 * 8192 // 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"kv_cache_dtype": "auto", "kv_disk": "disk"},
+            "pages below the cache hold all layers (kv_disk)",
+        ),
+        ({}, "groups of layers alike would be 62, and at most 16 are served"),
+    ],
+)
+def test_the_banner_says_why_windows_are_not_held(
+    settings: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    """Layers with a window then keep all tokens, as those without."""
+    if "kv_disk" in settings:
+        settings = {**settings, "kv_disk": str(tmp_path / "disk"), "kv_disk_gib": "1"}
+    windows = {index: 512 if index else None for index in range(62)} if not settings else GEMMA
+    found = load_settings(settings)
+    shapes = dict.fromkeys(windows, SHAPE)
+    facts = ModelFacts(
+        native(), 4096, MEMORY, memory=machine_memory(), windows=windows, shapes=shapes
+    )
+    plan = plan_serving(found, facts)
+    assert plan.config.page_groups is None
+    line = f"    windows        not held, all layers keep all tokens: {reason}"
+    assert line in describe(plan)
+
+
+def test_sinks_beside_windows_need_room_for_both() -> None:
+    """Any length is served if the cache holds the kept tokens and all windows, and else none."""
+    mixed = {index: 512 if index < 7 else None for index in range(28)}
+    settings = {"rope_scaling": SINKS, "max_model_len": "30000", "max_num_batched_tokens": "512"}
+    # 4 + 1,024 kept tokens, 512 of a step and four pages in 3 groups, 18 pages in the fourth.
+    needed = 3 * -(-(1028 + 512 + 4 * 64) // 64) + 18
+    size = -(-needed // 4) * 64
+    plan = plan_of(mixed, 28 * 2048, 1024, kv_cache_tokens=str(size), **settings)
+    assert plan.deployments[0].max_len == 30000
+    with pytest.raises(SettingsError, match="beside 18 pages of the layers with a window"):
+        plan_of(mixed, 28 * 2048, 1024, kv_cache_tokens=str(size - 64), **settings)
+
+
+@pytest.mark.sampled(fixed=1, drawn=2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma3_text", "mistral", "gemma2", "cohere2", "exaone4", "olmo3", "gpt_oss", "phi3"),
+        *("starcoder2", "qwen2", "llama"),
+    ],
+)
+def test_a_config_tells_the_windows_of_the_loaded_model(name: str) -> None:
+    """`config check` and `inspect` plan with those of the config."""
+    more: dict[str, object] = {}
+    if name == "qwen2":
+        more = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 24}
+    elif name == "phi3":
+        more = {"sliding_window": 24}
+    config = tiny_config(name, **more)
+    outline = ModelConfig(
+        "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
+    )
+    loaded = {index: plan.window for index, plan in tiny_checkpoint(name, **more).plans.items()}
+    assert outline.windows() == loaded
+    assert any(loaded.values()) == (name != "llama")
+
+
+def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
+    """The longest context takes less than its tokens in all layers."""
+    config = tiny_config("gemma3_text", max_position_embeddings=4096)
+    outline = ModelConfig(
+        "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
+    )
+    settings = load_settings({"rope_scaling": PLAIN})
+    deployments = plan_deployments(settings, outline.native())
+    costs = costs_of(outline, deployments, 16, None, max_chunk=64)
+    assert costs.kv_windows == "of 4 layers 3 keep 24 tokens"
+    assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
+    page_bytes = 16 * costs.kv_bytes_per_token // 4
+    assert costs.longest_context_bytes == (4096 // 16 + 3 * (-(-(24 + 64) // 16) + 2)) * page_bytes
+    assert "1.09 MiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
+    whole = costs_of(outline, deployments, 16, None)
+    assert whole.kv_windows is None
+    assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
