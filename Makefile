@@ -55,10 +55,10 @@ OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/te
 # The files that have tests to be run alone; collecting the others takes ten seconds.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
-# Two at a time, a thread each: threads of two tests on the same cores wait for each other.
+# Three at a time, a thread each, because tests wait for their servers about a third of the time.
 test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(CHECK_AND_COMPILE)
-	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 3 $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
 	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART))
