@@ -27,7 +27,7 @@ _SOURCES = (
     *("rope", "model_runtime", "server/api", "server/turns"),
     "server/access/told_answer.py",
 )
-_LIBRARIES = ("jinja2", "llguidance", "tokenizers")  # beside those that compute
+_LIBRARIES = ("jinja2", "llguidance", "pydantic", "tokenizers")  # beside those that compute
 # Those of the deployments are in the fingerprint of each name. The others refuse requests, or
 # decide when and where an answer is computed.
 _SETTINGS = (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.fleet import Fleet, Server
+from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.known_server import Server
 from ropewalk.server.router.upstream import Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
@@ -20,9 +21,7 @@ def test_pages_are_cheap_for_servers_that_tell_the_same_place(
     asked = PromptPages(1000, 100, tuple(bytes([number]) * 32 for number in range(10)))
     places: list[str | None] = [None, *PLACES[1:]]
 
-    async def answered(
-        _fleet: Fleet, server: Server, path: str, _headers: Any = ()
-    ) -> tuple[int, bytes]:
+    async def answered(server: Server, path: str, _headers: Any = ()) -> tuple[int, bytes]:
         if path == "/v1/models":
             return 200, b'{"data": []}'
         place = places[server.target.port - 1]
@@ -45,6 +44,6 @@ def test_pages_are_cheap_for_servers_that_tell_the_same_place(
             places[:] = PLACES
         return found
 
-    monkeypatch.setattr(Fleet, "_get", answered)
+    monkeypatch.setattr(Server, "get", answered)
     # Of 1,000 tokens, the last page is computed in any case.
     assert asyncio.run(costs()) == [[100, 1000, 1000, 1000], [100, 190, 1000, 1000]]
