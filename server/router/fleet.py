@@ -16,9 +16,8 @@ from ropewalk.server.router.addresses import targets_of
 from ropewalk.server.router.facts import Facts, Served, difference, facts_of
 from ropewalk.server.router.fleet_page import FleetPage
 from ropewalk.server.router.fleet_stats import FleetStats
-from ropewalk.server.router.known_server import Server
 from ropewalk.server.router.text_pages import PAGE_TOKENS
-from ropewalk.server.router.upstream import Headers, LostError, Target
+from ropewalk.server.router.upstream import Headers, LostError, Server, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before

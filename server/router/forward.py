@@ -15,7 +15,6 @@ from ropewalk.server.envelope import envelope
 from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.facts import Facts, why_none_goes_on
 from ropewalk.server.router.fleet import Fleet
-from ropewalk.server.router.known_server import Server
 from ropewalk.server.router.replay import (
     DivergedError,
     EventSplitter,
@@ -25,7 +24,7 @@ from ropewalk.server.router.replay import (
     tells_failure,
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.upstream import Exchange, Headers, LostError
+from ropewalk.server.router.upstream import Exchange, Headers, LostError, Server
 from ropewalk.server.settings.route_settings import RouteSettings
 
 # Headers of a connection, not of a message (RFC 9110, 7.6.1), or made anew by this process.

@@ -7,8 +7,7 @@ import pytest
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.fleet import Fleet
-from ropewalk.server.router.known_server import Server
-from ropewalk.server.router.upstream import Target
+from ropewalk.server.router.upstream import Server, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
 PLACES = ["a", "a", "b", None]  # of the servers at the ports 1 to 4
