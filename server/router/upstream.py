@@ -1,8 +1,8 @@
 """HTTP/1.1 to a server: one request at a time on a connection, bytes as they come.
 
 A client library takes as long for a chunk as the server for a token. This one wakes a reader when
-bytes have come, and has no more.
 bytes have come, and has no more. `Server` is what the router knows of one server.
+"""
 
 import asyncio
 import socket
