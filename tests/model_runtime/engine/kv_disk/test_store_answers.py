@@ -77,10 +77,10 @@ def always(answer: bytes) -> Callable[[socket.socket], None]:
 
 
 @contextmanager
-def faked(answer: bytes) -> Iterator[ValkeyStore]:
-    """A store with a password whose server always answers so."""
+def faked(answer: bytes, user: str = "") -> Iterator[ValkeyStore]:
+    """A store whose server always answers so."""
     with answering(always(answer)) as url:
-        store = ValkeyStore(parse_store_url(url.replace("//", f"//u:{PASSWORD}@")), FORM)
+        store = ValkeyStore(parse_store_url(url.replace("//", f"//{user}")), FORM)
         try:
             yield store
         finally:  # the server waits for it
@@ -101,7 +101,7 @@ def test_answers_of_another_meaning_are_faults_of_the_store(answer: bytes) -> No
 def test_an_answer_that_repeats_the_password_is_not_told(shown: str) -> None:
     """Whole, cut off or with escapes, as servers repeat the arguments of an unknown command."""
     told = f"-ERR unknown command 'AUTH', with args beginning with: 'u' '{shown}\r\n"
-    with faked(told.encode()) as store:
+    with faked(told.encode(), f"u:{PASSWORD}@") as store:
         with pytest.raises(StoreError, match="part of the password") as found:
             store.look()
         text = "".join(traceback.format_exception(found.value))
