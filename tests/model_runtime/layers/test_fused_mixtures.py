@@ -110,7 +110,7 @@ FILES = sampled(
         ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
         ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
     ],
-    fixed=1,
+    fixed=(),
 )
 
 
