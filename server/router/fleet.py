@@ -233,8 +233,8 @@ class Fleet:
 
     async def collect_stats(self, credentials: Headers) -> bool:
         """Ask the servers for their /stats; return whether the client may see them."""
-        asked = [each for each in self.servers.values() if each.is_ready]
-        statuses = await asyncio.gather(*(self._collect_stats(each, credentials) for each in asked))
+        asked = (self._collect_stats(each, credentials) for each in self.usable)
+        statuses = await asyncio.gather(*asked)
         return 200 in statuses
 
     async def _collect_stats(self, server: Server, credentials: Headers) -> int:

@@ -227,7 +227,13 @@ def _replica_contradictions(settings: ServeSettings) -> Iterator[str]:
         for name in ("max_replicas", "ray_address"):
             if (value := getattr(settings, name)) is not None:
                 yield f"{name} needs replicas, got {value}"
-    elif settings.max_replicas is not None and settings.max_replicas < settings.replicas:
+        return
+    if settings.router_only or settings.router_key is not None:
+        yield (
+            "router_key and router_only are for servers behind `ropewalk route`, and with replicas "
+            f"the command is the router: give them or replicas, got {settings.replicas} replicas"
+        )
+    if settings.max_replicas is not None and settings.max_replicas < settings.replicas:
         yield (
             f"max_replicas must be >= replicas ({settings.replicas}), got {settings.max_replicas}"
         )
