@@ -274,6 +274,7 @@ class Fleet:
         server.facts_at = asyncio.get_running_loop().time()
         status, page = await self._read_page(server, self._own_headers())
         if status == 200:
+            server.place = None
             for line in page.splitlines():
                 if line.startswith(b"ropewalk_kv_cache_tokens "):
                     server.num_cache_tokens = int(float(line.split()[1]))
@@ -315,7 +316,7 @@ class Fleet:
             for name in set(self.choice.replicas) - set(names):
                 problem = self.servers[name].problem if name in self.servers else "gone"
                 _log.warning("server_not_ready", server=name, why=problem)
-            self.choice.update(names)
+            self.choice.update(names, {each.name: each.place for each in usable})
             self._changed.set()
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)
