@@ -7,6 +7,7 @@ there would be thousands of zeros otherwise.
 
 import bisect
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -161,6 +162,7 @@ class Metrics(Observer):
         rejection_reasons: Sequence[str],
     ) -> None:
         """Create all families, and the series whose labels are few."""
+        self.start_time_seconds = time.time()  # of all counts
         self._registry = factory.registry
         ProcessCollector(registry=factory.registry)  # memory, processor time and files; on Linux
         self._num_generated = 0  # tokens since the last step was recorded

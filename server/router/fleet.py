@@ -233,8 +233,8 @@ class Fleet:
 
     async def collect_stats(self, credentials: Headers) -> bool:
         """Ask the servers for their /stats; return whether the client may see them."""
-        asked = [each for each in self.servers.values() if each.is_ready]
-        statuses = await asyncio.gather(*(self._collect_stats(each, credentials) for each in asked))
+        asked = (self._collect_stats(each, credentials) for each in self.usable)
+        statuses = await asyncio.gather(*asked)
         return 200 in statuses
 
     async def _collect_stats(self, server: Server, credentials: Headers) -> int:
@@ -294,6 +294,7 @@ class Fleet:
         if status == 200:
             with suppress(ValueError):
                 self.page.note(server.name, page)
+            server.place = None
             for line in page.splitlines():
                 # The positions come last; a server of an earlier version tells the tokens only.
                 if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
@@ -333,7 +334,7 @@ class Fleet:
             for name in set(self.choice.replicas) - set(names):
                 problem = self.servers[name].problem if name in self.servers else "gone"
                 _log.warning("server_not_ready", server=name, why=problem)
-            self.choice.update(names)
+            self.choice.update(names, {each.name: each.place for each in usable})
             self._changed.set()
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)
