@@ -294,6 +294,7 @@ class Fleet:
         if status == 200:
             with suppress(ValueError):
                 self.page.note(server.name, page)
+            server.place = None
             for line in page.splitlines():
                 if line.startswith(b"ropewalk_kv_cache_tokens "):
                     server.num_cache_tokens = int(float(line.split()[1]))
@@ -332,7 +333,7 @@ class Fleet:
             for name in set(self.choice.replicas) - set(names):
                 problem = self.servers[name].problem if name in self.servers else "gone"
                 _log.warning("server_not_ready", server=name, why=problem)
-            self.choice.update(names)
+            self.choice.update(names, {each.name: each.place for each in usable})
             self._changed.set()
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)

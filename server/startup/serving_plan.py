@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
-from ropewalk.model_runtime.config import EngineConfig, with_slots
+from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
@@ -171,12 +171,11 @@ def _groups(
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
     """Raise SettingsError if the model's cache can have no tier on disk."""
-    if settings.kv_disk is None and settings.kv_store is None:
+    name = tier_setting(settings)
+    if name is None:
         return
     # The address of a store may hold a password.
-    name, given = ("kv_disk", f", got {settings.kv_disk}")
-    if settings.kv_store is not None:
-        name, given = "kv_store", ""
+    given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
     if facts.memory is None:
         raise SettingsError(f"{name} needs the model on a CPU{given}")
     if facts.slot_bytes:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from ropewalk.model_runtime.attention.sealed.page_format import (
     EXACT,
-    FORMATS,
     most_staged,
     open_bytes,
+    seals,
     stage_page_bytes,
     token_bytes,
 )
@@ -71,7 +71,7 @@ def costs_of(
     kv_stage_bytes = num_staged * stage_page_bytes(*form)
     longest = max(deployment.max_len for deployment in deployments)
     pages = _Pages(kv_bytes, page_size, max_chunk)
-    if max_chunk is not None and kv_cache_dtype not in FORMATS and not outline.states():
+    if max_chunk is not None and not seals(kv_cache_dtype) and not outline.states():
         groups, _ = group_layers(outline.windows(), outline.layers(), longest)
         if groups is not None:
             pages = _Pages(groups.padded(kv_bytes), page_size, max_chunk, groups)

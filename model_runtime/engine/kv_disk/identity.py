@@ -22,7 +22,7 @@ import torch
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_object
-from ropewalk.model_runtime.known_trials import fingerprint
+from ropewalk.model_runtime.known_trials import fingerprint, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import version_of
 from ropewalk.model_runtime.runner.backends import backend_for, described, multiplies_pairs
@@ -123,6 +123,14 @@ class WeightFiles:
                 raise ChangedError(f"{path} has changed since it was loaded")
         known[version] = found.hexdigest()
         return found.hexdigest()
+
+
+def hashes_folder(config: EngineConfig) -> Path:
+    """Return the folder of known hashes, made if it can be: that of kv_disk, or of the kernels."""
+    folder = config.kv_disk or kept_folder()
+    with suppress(OSError):  # nothing is kept then
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _known_in(folder: Path) -> dict[str, Any]:
