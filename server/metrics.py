@@ -268,6 +268,11 @@ class Metrics(Observer):
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.capacity
         )
+        # Sequences of windows alone have no limit, and still no page holds more than its positions.
+        num_positions = min(config.longest_context, config.num_pages * config.page_size)
+        factory.gauge(
+            "ropewalk_kv_cache_positions", "Positions of the longest context that the cache holds."
+        ).set(num_positions)
         factory.gauge(
             "ropewalk_kv_cache_info", "Always 1; the label is kv_cache_dtype.", ["format"]
         ).labels(config.kv_cache_dtype).set(1)

@@ -109,18 +109,18 @@ def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
     for each in samples[_DISK_PAGES]:
         pages[each.labels["event"]] += int(each.value)
 
-    def value(name: str) -> int:
-        return int(_only(samples[f"ropewalk_kv_disk_{name}"]))
+    def values(name: str) -> list[int]:
+        return [int(each.value) for each in samples[f"ropewalk_kv_disk_{name}"]]
 
     return DiskStats(
         pages_read=pages["read"],
         pages_written=pages["written"],
         pages_dropped=pages["dropped"],
         pages_evicted=pages["evicted"],
-        tokens_read=value("tokens_read_total"),
-        bad_files=value("bad_files_total"),
-        bytes=value("bytes"),
-        paused=bool(value("paused")),
+        tokens_read=sum(values("tokens_read_total")),
+        bad_files=sum(values("bad_files_total")),
+        bytes=max(values("bytes")),
+        paused=any(values("paused")),
     )
 
 

@@ -276,7 +276,8 @@ class Fleet:
         if status == 200:
             server.place = None
             for line in page.splitlines():
-                if line.startswith(b"ropewalk_kv_cache_tokens "):
+                # The positions come last; a server of an earlier version tells the tokens only.
+                if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
                     server.num_cache_tokens = int(float(line.split()[1]))
                 elif line.startswith(_PLACE):
                     server.place = line.removeprefix(_PLACE).decode(errors="replace")

@@ -149,8 +149,8 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
             "be auto"
         )
     deployments = plan_deployments(settings, facts.native)
-    config, memory = _config(settings, facts, deployments)
-    why_whole = _groups(settings, facts, deployments)[1]
+    groups, why_whole = _groups(settings, facts, deployments)
+    config, memory = _config(settings, facts, deployments, groups)
     deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
     if bounds is None:
@@ -208,8 +208,14 @@ def within_cache(
 def _fitting(
     settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    sizes = config.longest_context, _step_tokens(settings), config.room_beside_windows
-    return tuple(each.within_cache(*sizes) for each in deployments)
+    return tuple(
+        each.within_cache(
+            config.longest_context,
+            num_step_tokens=_step_tokens(settings),
+            room=config.room_beside_windows,
+        )
+        for each in deployments
+    )
 
 
 def _step_tokens(settings: ServeSettings) -> int:
@@ -294,7 +300,10 @@ def _prefix(settings: ServeSettings, name: str) -> str:
 
 
 def _config(
-    settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
+    settings: ServeSettings,
+    facts: ModelFacts,
+    deployments: Sequence[Deployment],
+    groups: PageGroups | None,
 ) -> tuple[EngineConfig, MemoryProfile | None]:
     alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
@@ -303,7 +312,7 @@ def _config(
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
         "step_target_s": settings.step_target_seconds or None,
-        "page_groups": _groups(settings, facts, deployments)[0],
+        "page_groups": groups,
     }
     config = EngineConfig(**stated)
     token_bytes = padded(facts.token_bytes, config.page_groups)

@@ -25,7 +25,8 @@ def test_pages_are_cheap_for_servers_that_tell_the_same_place(
             return 200, b'{"data": []}'
         place = places[server.target.port - 1]
         told = "" if place is None else f'ropewalk_kv_disk_info{{place="{place}"}} 1.0\n'
-        return 200, f"ropewalk_kv_cache_tokens 32000.0\n{told}".encode()
+        size = "ropewalk_kv_cache_tokens 6.0\nropewalk_kv_cache_positions 32000.0\n"
+        return 200, f"{size}{told}".encode()
 
     async def costs() -> list[list[float]]:
         found = []
