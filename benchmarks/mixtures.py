@@ -48,6 +48,8 @@ class _Steps:
         fused = vars(self.model).get("forward")
         if not isinstance(fused, DecoderLayers):
             raise click.ClickException(f"{path.name} keeps its own forward")
+        if not fused.has_head:  # the floor would lack its bytes
+            raise click.ClickException(f"{path.name} has a head of other numbers than its layers")
         self.fused = fused
         forwards = ((block, vars(block).get("forward")) for block in self.model.modules())
         self.blocks = [(block, each) for block, each in forwards if isinstance(each, Mixture)]

@@ -2,13 +2,32 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
+from ropewalk.model_runtime.attention.sealed.page_format import seals
 from ropewalk.model_runtime.page_groups import PageGroups
 
 DEFAULT_DRAFT_TOKENS = 15
 PAGE_UNIT = 32  # positions of a page in few bits are a multiple: two registers of a processor
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
 MOST_DRAFT_ROWS = 64
+
+
+class _Tiered(Protocol):
+    """Settings of a tier of pages below the cache."""
+
+    @property
+    def kv_disk(self) -> Path | None: ...
+
+    @property
+    def kv_store(self) -> str | None: ...
+
+
+def tier_setting(settings: _Tiered) -> str | None:
+    """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+    if settings.kv_store is not None:
+        return "kv_store"
+    return None if settings.kv_disk is None else "kv_disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +99,12 @@ class EngineConfig:
     @property
     def tier_setting(self) -> str | None:
         """Return the setting that asks for a tier of pages below the cache; None: there is none."""
-        if self.kv_store is not None:
-            return "kv_store"
-        return None if self.kv_disk is None else "kv_disk"
+        return tier_setting(self)
 
     @property
     def seals_pages(self) -> bool:
         """Return whether full pages are held in few bits (docs/kv-cache.md)."""
-        return self.kv_cache_dtype not in ("auto", "bfloat16")
+        return seals(self.kv_cache_dtype)
 
     @property
     def max_decode_rows(self) -> int:

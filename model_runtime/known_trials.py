@@ -19,6 +19,12 @@ from ropewalk.model_runtime.json_files import read_object
 _ROOT = Path(__file__).parent
 _SOURCES = ("attention", "cpu_kernels", "layers")  # what decides, and what is tried
 _VARIABLES = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # they may hide instructions
+_OF_NO_BITS = ("_CACHE_DIR", "_NUM_THREADS")  # ends of variables
+# Lines of /proc/cpuinfo. The others differ between equal processors, as their number and clock do.
+_PROCESSOR = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+)
 _LIBRARIES = ("llvmlite", "numba", "torch", "transformers")
 
 
@@ -32,7 +38,7 @@ def remembered(
     process tries anew.
     """
     # Once, because imports of the trial may set variables that are part of it.
-    key = f"{trial} {fingerprint()}"
+    key = f"{trial} {arithmetic_hash()}"
     file = _file(key)
     known = (read_object(file) or {}).get(key)
     if known is not None and is_result(known):
@@ -75,11 +81,11 @@ def kept_folder() -> Path:
 
 def _can_be_written(folder: Path) -> bool:
     """Return whether a folder, or the nearest one above it that exists, can be written."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # noqa: PTH110  # raises nothing
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
-def fingerprint(*folders: Path) -> str:
+def arithmetic_hash(*folders: Path) -> str:
     """Return a hash of what decides the arithmetic: processor, libraries, and our sources.
 
     `folders`: further folders of sources.
@@ -89,12 +95,13 @@ def fingerprint(*folders: Path) -> str:
         with suppress(PackageNotFoundError):
             found.update(f"{name} {version(name)}\n".encode())
     for name, value in sorted(os.environ.items()):
-        if name.startswith(_VARIABLES):
+        if name.startswith(_VARIABLES) and not name.endswith(_OF_NO_BITS):
             found.update(f"{name}={value}\n".encode())
     with suppress(OSError):
-        # The first processor's lines, without its clock's current rate.
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-        lines = [line for line in first.splitlines() if "MHz" not in line]
+        lines = [
+            line for line in first.splitlines() if line.partition(":")[0].strip() in _PROCESSOR
+        ]
         found.update("\n".join(lines).encode())
     for folder in (*(_ROOT / each for each in _SOURCES), *folders):
         for path in sorted(folder.rglob("*.py")):

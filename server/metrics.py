@@ -7,6 +7,7 @@ there would be thousands of zeros otherwise.
 
 import bisect
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -161,6 +162,7 @@ class Metrics(Observer):
         rejection_reasons: Sequence[str],
     ) -> None:
         """Create all families, and the series whose labels are few."""
+        self.start_time_seconds = time.time()  # of all counts
         self._registry = factory.registry
         ProcessCollector(registry=factory.registry)  # memory, processor time and files; on Linux
         self._num_generated = 0  # tokens since the last step was recorded
@@ -266,6 +268,11 @@ class Metrics(Observer):
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.capacity
         )
+        # Sequences of windows alone have no limit, and still no page holds more than its positions.
+        num_positions = min(config.longest_context, config.num_pages * config.page_size)
+        factory.gauge(
+            "ropewalk_kv_cache_positions", "Positions of the longest context that the cache holds."
+        ).set(num_positions)
         factory.gauge(
             "ropewalk_kv_cache_info", "Always 1; the label is kv_cache_dtype.", ["format"]
         ).labels(config.kv_cache_dtype).set(1)

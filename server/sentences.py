@@ -14,6 +14,7 @@ from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
 from ropewalk.server.wording import printable, printable_sentence
 
 USAGE_ERROR, DIED = 2, 1
+HINT = f"set {TRACEBACK_VARIABLE}=1 to see where it came from"
 
 
 class Teller:
@@ -69,7 +70,7 @@ def sentences(teller: Teller | None = None) -> Iterator[Teller]:
         if os.environ.get(TRACEBACK_VARIABLE):
             teller.say(traceback.format_exc())
         elif code == DIED:
-            teller.fail(f"set {TRACEBACK_VARIABLE}=1 to see where it came from")
+            teller.fail(HINT)
         sys.exit(code)
 
 

@@ -7,8 +7,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ def serve_settings(
 # An answer waits about ten times for the interpreter, which a load holds this long at a time (bar
 # its long steps). Python's default is 0.005.
 _SWITCH_S = 0.001
+_LOOK_S = 1.0  # between two looks at whether a thread still serves
 
 
 class _Start:
@@ -137,14 +138,12 @@ class _Start:
         # Ray's processes end with the thread that starts them, so that is the main one.
         try:
             self._progress.enter("starting the replicas")
+            self._hangups.refuse("replicas do not read settings again, restart the server")
             replicas.connect()
             _handle_signals(server)  # after Ray has set its own
-            self._hangups.refuse("replicas do not read settings again, restart the server")
             banner = replicas.start(lambda: server.should_exit, self._teller.say)
             if banner is not None:
-                begin = self._begin_on_ray(server, replicas, banner)
-                with suppress(CancelledError):  # a signal has come
-                    asyncio.run_coroutine_threadsafe(begin, loop).result()
+                _run_on(loop, self._begin_on_ray(server, replicas, banner), serving)
             serving.join()  # signals are handled meanwhile
         finally:
             server.should_exit = True
@@ -202,6 +201,22 @@ def _run(
         if started.done():
             raise
         started.set_exception(error)
+
+
+def _run_on(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None], serving: threading.Thread
+) -> None:
+    """Run a coroutine on the loop of another thread, unless a signal ends the loop."""
+    try:
+        begun = asyncio.run_coroutine_threadsafe(work, loop)
+    except RuntimeError:  # the loop is closed
+        work.close()
+        return
+    while not wait([begun], _LOOK_S).done:
+        if not serving.is_alive():
+            return
+    with suppress(CancelledError):
+        begun.result()
 
 
 def _handle_signals(server: "GracefulServer") -> None:

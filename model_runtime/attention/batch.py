@@ -58,9 +58,9 @@ class Batch:
 
     token_ids_1T: Tensor  # int64
     position_ids_1T: Tensor  # int64, absolute
-    page_T: Tensor  # int64, page of each token's key
+    page_T: Tensor  # int64, page of each token's key; of several groups, in the first
     offset_T: Tensor  # int64
-    page_table_SN: Tensor  # int32, padded with 0
+    page_table_SN: Tensor  # int32, padded with 0; of several groups, that of the first
     cu_seqlens_S1: Tensor  # int64 [S + 1], start of each sequence's tokens in the row
     first_position_S: Tensor  # int64, absolute position of each sequence's first token here
     table_id_S: Tensor  # int64
@@ -193,9 +193,8 @@ def build_batch(
     num_tokens = begin_S1[-1]
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
     width = max(each.stop - 1 for each in positions) // page_size + 1
-    table = _page_table(spans, width * num_groups)  # [S, N], or of several groups [G, S, N]
-    if num_groups > 1:
-        table = by_group(table, num_groups)
+    is_split = num_groups > 1
+    table = _page_tables(spans, width, num_groups) if is_split else _page_table(spans, width)
     pages = table[..., np.repeat(np.arange(len(spans)), num_tokens_S), columns].ravel()
     joined = on_device(np.concatenate((numbers, offsets, pages), dtype=np.int64), device)
     split = joined.split_with_sizes([*sizes, num_tokens, len(pages)])
@@ -230,11 +229,13 @@ def _in_groups(batch: Batch, num_groups: int) -> Batch:
 def by_group(pages_SX: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
     """Return page tables whose pages stand group beside group as one for each group, [G, S, N].
 
-    It is contiguous, as the kernels take it. Holes become page 0: no query reads them, and no
-    address may lie outside the cache.
+    It is contiguous, as the kernels take it. Holes become page 0, as in every batch of several
+    groups: no query reads them, and no address may lie outside the cache.
     """
-    split_SNG = pages_SX.reshape(len(pages_SX), -1, num_groups)
-    return np.ascontiguousarray(np.maximum(split_SNG.transpose(2, 0, 1), 0))
+    table_GSN = np.empty((num_groups, len(pages_SX), pages_SX.shape[1] // num_groups), np.int32)
+    for group, table_SN in enumerate(table_GSN):
+        np.maximum(pages_SX[:, group::num_groups], 0, out=table_SN)
+    return table_GSN
 
 
 def single_rows(spans: Sequence[Span]) -> list[Span]:
@@ -265,9 +266,25 @@ def state_parts(parts: Iterable[tuple[int, Sequence[StatePart]]]) -> NDArray[np.
 
 
 def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:
-    """Return the page table, int32 [S, N]; entries without a page are 0."""
+    """Return the page table, int32 [S, N]; entries without a page are 0, and holes stay.
+
+    Kernels address only pages of the ranges that their queries read, so they meet no hole. Torch
+    takes a hole for the last page, and gives its keys no weight.
+    """
     table_SN = np.zeros((len(spans), width), dtype=np.int32)
     for row_N, span in zip(table_SN, spans, strict=False):
         used = span.pages[: len(row_N)]
         row_N[: len(used)] = used
     return table_SN
+
+
+def _page_tables(spans: Sequence[Span], width: int, num_groups: int) -> NDArray[np.int32]:
+    """Return the page table of each group, int32 [G, S, N]; entries without a page are 0.
+
+    Each row goes to its places at once: a table of long contexts is larger than the L2 cache.
+    """
+    table_GSN = np.zeros((num_groups, len(spans), width), dtype=np.int32)
+    for table_GN, span in zip(table_GSN.swapaxes(0, 1), spans, strict=True):
+        used_NG = np.asarray(span.pages[: width * num_groups], np.int32).reshape(-1, num_groups)
+        table_GN[:, : len(used_NG)] = used_NG.T
+    return np.maximum(table_GSN, 0, out=table_GSN)

@@ -342,6 +342,18 @@ class RowProducts:
         )
         return out_RN
 
+    def compile_parts(self) -> None:
+        """Compile what several threads run, so that the first step of many rows does not."""
+        panels = self._panels
+        x_RK, out_RN = (
+            np.empty((0, width), self.packed_Q.dtype)
+            for width in (panels.num_inputs, panels.num_outputs)
+        )
+        _taker(self.multiplying.multiply)(
+            np.zeros(1, np.int64), 1, 1, panels.num_panels, self.multiplying.rows_for(x_RK),
+            self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
+        )  # fmt: skip
+
     def _num_threads(self, num_rows: int) -> int:
         """Return how many threads have enough to do."""
         panels = self._panels

@@ -126,7 +126,7 @@ class Deployment:
         return "default" not in self.tiers and first.profile.scaling.rope_type == "default"
 
     def within_cache(
-        self, num_positions: int, num_step_tokens: int = 0, room: int | None = None
+        self, num_positions: int, *, num_step_tokens: int = 0, room: int | None = None
     ) -> "Deployment":
         """Return the deployment with requests no longer than the KV cache.
 

@@ -70,11 +70,6 @@ class Engine:
         return self._admission.is_open
 
     @property
-    def is_ready(self) -> bool:
-        """Return whether a request would be served now; it is so as long as the thread runs."""
-        return self.is_running
-
-    @property
     def seconds_since_step(self) -> float:
         return 0.0 if self._is_resting else time.monotonic() - self._last_step
 

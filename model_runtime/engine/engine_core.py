@@ -99,7 +99,7 @@ class EngineCore:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return sum(each.num_prompt_tokens for each in self.scheduler.waiting)
+        return self.scheduler.num_waiting_tokens
 
     @property
     def patience_s(self) -> float | None:

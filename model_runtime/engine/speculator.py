@@ -161,7 +161,7 @@ class Speculator:
         sequence, pages = chunk.sequence, self._pages
         begin = sequence.num_computed + 1
         num_free = max(0, pages.pool.num_available // pages.num_groups - num_sequences)
-        most_pages = pages.num_positions(sequence.pages) + num_free
+        most_pages = pages.num_per_group(sequence.pages) + num_free
         num_drafted = min(num_drafted, most_pages * pages.page_size - begin)
         if pages.num_needed(sequence, begin + num_drafted):
             pages.allocate(sequence, begin + num_drafted)

@@ -11,10 +11,11 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.rope import (
@@ -122,7 +123,7 @@ def json_bytes(values: Any) -> bytes:
 
 def pack_spans(spans: Sequence[Span]) -> bytes:
     """Return the spans of a step as bytes."""
-    rows: list[Any] = []
+    rows: list[Sequence[int] | NDArray[np.int32]] = []
     for span in spans:
         numbers = (
             len(span.token_ids),
@@ -132,7 +133,8 @@ def pack_spans(spans: Sequence[Span]) -> bytes:
             len(span.logit_rows),
         )
         rows += [numbers, span.token_ids, span.pages, span.logit_rows]
-    return np.fromiter(chain.from_iterable(rows), np.int32).tobytes()
+    # The pages are an array, so that no loop of Python goes through them.
+    return b"".join(np.asarray(row, dtype=np.int32).tobytes() for row in rows)
 
 
 def unpack_spans(content: bytes) -> list[Span]:

@@ -72,7 +72,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
         found = pages.reusable_pages(keys)
         priority = sequence.request.priority
         earlier = (each for each in queues.running if each.request.priority <= priority)
-        num_found = pages.num_positions(found)
+        num_found = pages.num_per_group(found)
         in_flight.note(pages.plan_junction(earlier, keys, num_found))
         if in_flight.holds_up(sequence, pages.awaited(keys[num_found:])):
             are_all_ready = False

@@ -135,9 +135,9 @@ def _profile_at(tiers: Sequence[Tier], position: int, page_size: int) -> Profile
     return profile.native if position < num_native_pages * page_size else profile
 
 
-def first_page_read(num_pages: int, window: int | None, page_size: int) -> int:
-    """Return the first page that the query after `num_pages` full pages reads."""
-    return 0 if window is None else max(0, (num_pages * page_size + 1 - window) // page_size)
+def first_page_read(num_tokens: int, window: int | None, page_size: int) -> int:
+    """Return the first page that the query after `num_tokens` tokens reads."""
+    return 0 if window is None else max(0, (num_tokens + 1 - window) // page_size)
 
 
 def group_key(key: Key, group: int) -> Key:
@@ -182,7 +182,7 @@ class PrefixIndex:
                     num_found = self._num_with_window(keys, group, num_found, window, page_size)
         pages = [hole] * (num_found * len(windows))
         for group, window in enumerate(windows):
-            for at in range(first_page_read(num_found, window, page_size), num_found):
+            for at in range(first_page_read(num_found * page_size, window, page_size), num_found):
                 pages[at * len(windows) + group] = self._page_of[group_key(keys[at], group)]
         return pages
 
@@ -198,7 +198,7 @@ class PrefixIndex:
     ) -> int:
         """Return the largest number of pages, up to `most`, before which a group has its window."""
         at = most - 1
-        while at >= first_page_read(most, window, page_size):
+        while at >= first_page_read(most * page_size, window, page_size):
             if group_key(keys[at], group) not in self._page_of:
                 most = at
             at -= 1

@@ -187,6 +187,11 @@ class Scheduler:
         self._is_full = False
         self._most_running = self._config.max_num_seqs
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Return the prompt tokens of the sequences that wait."""
+        return self._queues.num_waiting_tokens
+
     def check_integrity(self) -> None:
         """Check page ref counts and the order of the queues. Raises AssertionError."""
         self.pages.check_integrity(self.running)

@@ -6,7 +6,12 @@ from typing import NamedTuple
 from ropewalk.model_runtime.deployments.deployment import Placement
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.held_state import HeldState
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys, num_sharable
+from ropewalk.model_runtime.scheduling.prefix_cache import (
+    Key,
+    extend_keys,
+    first_page_read,
+    num_sharable,
+)
 from ropewalk.rope import GROWING, Tier
 
 # Pages of sequences that read their first and their last tokens only (the method `sinks`), and of
@@ -26,7 +31,8 @@ class Kept(NamedTuple):
 
     def droppable(self, num_computed: int, page_size: int) -> tuple[int, int]:
         """Return the pages, from this one up to that one, that no later query reads."""
-        return -(-self.num_first // page_size), (num_computed + 1 - self.num_last) // page_size
+        first_read = first_page_read(num_computed, self.num_last, page_size)
+        return -(-self.num_first // page_size), first_read
 
 
 def most_pages(placement: Placement, page_size: int, max_chunk: int) -> int | None:

@@ -42,8 +42,8 @@ class SequencePages:
         num_pages = -(-num_tokens // self.page_size) * self.num_groups
         return max(0, num_pages - len(sequence.pages))
 
-    def num_positions(self, pages: list[int]) -> int:
-        """Return how many pages of all groups a page table has, so page_size positions each."""
+    def num_per_group(self, pages: list[int]) -> int:
+        """Return how many pages of each group a page table has."""
         return len(pages) // self.num_groups
 
     def num_to_hold(self, sequence: Sequence) -> int:
@@ -94,7 +94,7 @@ class SequencePages:
                 num_taken += total - len(reused) + num_cached
             else:
                 # The others' pages are not free when they let them go, so they count as taken.
-                num_new = num_needed - self.num_positions(found) + num_cached
+                num_new = num_needed - self.num_per_group(found) + num_cached
                 num_taken += min(num_new, most_here) + len(reused) - num_cached
         return num_taken + self.num_reserved(running) <= self.pool.num_available
 
@@ -178,7 +178,7 @@ class SequencePages:
         if self.tier is not None and found:
             self.tier.used(keys[: len(found)])
         sequence.pages = list(found)
-        sequence.num_published = self.num_positions(found)
+        sequence.num_published = self.num_per_group(found)
         sequence.num_computed = sequence.num_published * self.page_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
@@ -269,7 +269,7 @@ class SequencePages:
             self.states.check_integrity(running)
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
-            assert self.num_positions(sequence.pages) * self.page_size >= sequence.num_computed
+            assert self.num_per_group(sequence.pages) * self.page_size >= sequence.num_computed
         in_tier = [] if self.tier is None else [self.tier.held()]
         held = (*(each.pages for each in running), *(self._detained or ()), *in_tier)
         for pages in held:

@@ -14,16 +14,19 @@ class Queues:
 
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
+    num_waiting_tokens: int = 0  # of the prompts of those that wait
     # Open pages are taken and given back in turn, so there are as many as ran at a time.
     _num_open: int = 0
     _free_open: list[int] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_rank)
+        self.num_waiting_tokens += sequence.num_prompt_tokens
 
     def start(self, sequence: Sequence) -> None:
         """Let a waiting sequence run, with an open page."""
         self.waiting.remove(sequence)
+        self.num_waiting_tokens -= sequence.num_prompt_tokens
         bisect.insort(self.running, sequence, key=_rank)
         sequence.is_running = True
         if not self._free_open:
@@ -35,14 +38,17 @@ class Queues:
         """Let a running sequence wait, without an open page."""
         self.running.remove(sequence)
         self._free_open.append(sequence.open_page)
-        bisect.insort(self.waiting, sequence, key=_rank)
+        self.add(sequence)
         sequence.is_running = False
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue."""
         if sequence.is_running:
             self._free_open.append(sequence.open_page)
-        (self.running if sequence.is_running else self.waiting).remove(sequence)
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_prompt_tokens
         sequence.is_running = False
 
     def check_integrity(self) -> None:
@@ -51,6 +57,8 @@ class Queues:
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
         assert all(each.is_running for each in self.running), "a running sequence is not marked"
         assert not any(each.is_running for each in self.waiting), "a waiting sequence is marked"
+        num_tokens = sum(each.num_prompt_tokens for each in self.waiting)
+        assert num_tokens == self.num_waiting_tokens, "waiting tokens are miscounted"
         held = [*self._free_open, *(each.open_page for each in self.running)]
         assert sorted(held) == list(range(self._num_open)), "an open page is lost or shared"
 

@@ -31,7 +31,7 @@ from ropewalk.rope import NativeRope
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
 from ropewalk.server.access.told_answer import Seeds
-from ropewalk.server.api.fingerprint import AskedFingerprint
+from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.generation_schema import GenerationRequest, check_limits, unknown_token
 from ropewalk.server.api.output_queue import OutputQueue, Submission
 from ropewalk.server.api.structured_schema import AskedAnswer
@@ -62,7 +62,7 @@ class Service:
     grammars: GrammarCompiler
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
-    fingerprint: AskedFingerprint | None = None  # None: no router is trusted
+    fingerprint: Fingerprint | None = None  # None: no router is trusted
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -67,6 +67,7 @@ class DiskStats(Body):
 class Stats(Body):
     """The answer of /stats."""
 
+    start_time_seconds: float  # Unix time from which all counts grow; differs after a restart
     context_bounds: list[int]  # upper bounds in tokens; one more bucket without a bound follows
     time_to_first_token_seconds: LatencyStats
     inter_token_latency_seconds: LatencyStats
@@ -85,12 +86,9 @@ class Stats(Body):
 def read_stats(metrics: Metrics) -> Stats:
     """Read the current numbers from the registry that /metrics renders."""
     samples = _samples(metrics.collect())
-    # One sample, or one for each replica.
-    totals = {
-        field: int(sum(each.value for each in samples[name])) for field, name in _TOTALS.items()
-    }
-    usages = [each.value for each in samples[_CACHE_USAGE]]
+    totals = {field: int(_only(samples[name])) for field, name in _TOTALS.items()}
     return Stats(
+        start_time_seconds=metrics.start_time_seconds,
         context_bounds=list(metrics.first_tokens.context_bounds),
         time_to_first_token_seconds=_latency(metrics.first_tokens),
         inter_token_latency_seconds=_latency(metrics.next_tokens),
@@ -99,14 +97,14 @@ def read_stats(metrics: Metrics) -> Stats:
             for each in samples[_REQUESTS]
             if each.value
         ],
-        kv_cache_usage_ratio=sum(usages) / max(1, len(usages)),
+        kv_cache_usage_ratio=_only(samples[_CACHE_USAGE]),
         kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
         **totals,
     )
 
 
 def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
-    """Read the tier of all replicas, which share one folder."""
+    """Read the tier of pages on disk."""
     pages: Counter[str] = Counter()
     for each in samples[_DISK_PAGES]:
         pages[each.labels["event"]] += int(each.value)
@@ -124,6 +122,12 @@ def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
         bytes=max(values("bytes")),
         paused=any(values("paused")),
     )
+
+
+def _only(samples: list[Sample]) -> float:
+    """Return the value of a family without labels."""
+    (sample,) = samples
+    return float(sample.value)
 
 
 def _samples(families: Iterable[Metric]) -> dict[str, list[Sample]]:

@@ -77,7 +77,8 @@ class Replicas:
     def start(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> str | None:
         """Start the servers, and return their banner when they are ready; None: `is_ending`.
 
-        Raises SettingsError if the model cannot be had.
+        Raises SettingsError if the model cannot be had, and RuntimeError if its load fails
+        otherwise.
         """
         from ray import serve  # noqa: PLC0415
 
@@ -109,17 +110,20 @@ class Replicas:
         """Return True when the servers are ready, False if the command ends before."""
         from ray import serve  # noqa: PLC0415
 
+        unknown = ""
         while not is_ending():
             time.sleep(_LOOK_S)
             try:
                 state = serve.status().applications[self._name]
             except Exception as error:  # noqa: BLE001  # Ray's controller may be busy
-                say(f"the state of the replicas is unknown: {error}")
+                if str(error) != unknown:
+                    say(f"the state of the replicas is unknown: {error}")
+                unknown = str(error)
                 continue
             if state.status == "RUNNING":
                 return True
             if state.status == "DEPLOY_FAILED":
-                raise SettingsError(f"the replicas did not start: {_why(state)}")
+                raise _start_error(state)
         return False
 
     def _banner(self) -> str:
@@ -144,6 +148,16 @@ class Replicas:
             if self._is_own and not at_once:
                 serve.shutdown()
             ray.shutdown()
+
+
+def _start_error(state: Any) -> SettingsError | RuntimeError:
+    """Return the error of an application whose start failed, by the last line that Ray tells."""
+    why = _why(state)
+    for kind in (SettingsError, RuntimeError):
+        _, has_kind, told = why.partition(f"{kind.__name__}: ")
+        if has_kind:
+            return kind(f"the replicas did not start: {told}")
+    return RuntimeError(f"the replicas did not start: {why}")
 
 
 def _why(state: Any) -> str:

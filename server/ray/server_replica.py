@@ -21,12 +21,14 @@ from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.ray.autoscale import load_of
 from ropewalk.server.ray.sent_settings import SentSettings
 from ropewalk.server.router.upstream import LostError, Pool, Target
-from ropewalk.server.sentences import DIED
+from ropewalk.server.sentences import DIED, HINT, USAGE_ERROR
 from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
 from ropewalk.server.settings.problems import ENV_PREFIX
 
 _LOOK_S = 1.0  # between two looks at the server
 _FAREWELL_S = 8.0  # for the server to end, after the time that running requests have
+
+_DRAINING = b'"draining"'  # the code in the body of /ready
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +37,7 @@ class ServerReplica:
     """Starts a server, tells its address, and ends with it."""
 
     async def __init__(self, sent: SentSettings) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Return when the server is ready. Raises SettingsError if it does not start."""
+        """Return when the server is ready. Raises what `_started` raises."""
         log_to_stderr(sent.log_format, sent.log_level)
         self._sent = sent
         self._is_ending = False
@@ -59,7 +61,11 @@ class ServerReplica:
         self._tasks = [asyncio.ensure_future(each) for each in (self._end_with_it(), self._watch())]
 
     async def _started(self) -> tuple[str, str]:
-        """Return the server's address and banner. Raises SettingsError."""
+        """Return the server's address and banner.
+
+        Raises SettingsError if it refuses its settings or model, and RuntimeError if it fails
+        otherwise, in one line: Ray passes errors on as text, of which the command reads the last.
+        """
         assert self._process.stdout is not None
         failed = []
         async for line in self._process.stdout:
@@ -68,7 +74,9 @@ class ServerReplica:
                 return told["url"], told["banner"]
             failed.append(told["failed"])
         code = await self._process.wait()
-        raise SettingsError("\n".join(failed) or f"the server ended with code {code}")
+        why = "; ".join(line for line in failed if line != HINT)
+        error = SettingsError if code == USAGE_ERROR else RuntimeError
+        raise error(why or f"the server ended with code {code}")
 
     async def banner(self) -> str:
         return self._banner
@@ -125,7 +133,9 @@ class ServerReplica:
                     self._process.kill()
                 continue
             heard = time.monotonic()
-            self._problem = None if status == 200 else f"its /ready answers {status}: {body!r}"
+            # One that drains ends by itself, and its streams end before.
+            is_well = status == 200 or _DRAINING in body
+            self._problem = None if is_well else f"its /ready answers {status}: {body!r}"
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises LostError."""

@@ -29,6 +29,7 @@ DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth
 # 8,192 tokens, and its first pages take longer.
 _READ_WEIGHT = 0.1
 _SHARED_PAGES = 1 << 16  # remembered of a shared place; the router does not know its size
+_MOST_LEFT = 8  # places without a replica whose pages are remembered; their replicas may come back
 
 
 @dataclass(slots=True)
@@ -92,8 +93,12 @@ class ReplicaChoice:
         if replica not in self._replicas:
             self._replicas[replica] = _Replica(PageMemory(num_pages))
         self._replicas[replica].place = place
-        if place is not None:
-            self._places.setdefault(place, PageMemory(_SHARED_PAGES))
+        if place is not None and place not in self._places:
+            self._places[place] = PageMemory(_SHARED_PAGES)
+            used = {each.place for each in self._replicas.values()}
+            left = [each for each in self._places if each not in used]
+            for each in left[:-_MOST_LEFT]:  # an upgrade of the fleet makes new places
+                del self._places[each]
 
     def remove(self, replica: str) -> None:
         """Remove a replica with its load and its pages; no effect if it is unknown."""
@@ -159,8 +164,9 @@ class ReplicaChoice:
         return sorted(ids, key=order)
 
     def routed(self, request_id: str, asked: PromptPages, replica: str) -> int:
-        """Count a request as queued on a replica; return how many of its tokens are cached there.
+        """Count a request as queued on a replica; return how many tokens it need not compute.
 
+        They are cached there, or in the place of pages that the replica shares.
         A request that is already open moves, because one request is tried on one replica at a time.
         An unknown replica, which may just have gone, counts nothing.
         """

@@ -1,6 +1,7 @@
 """What a server serves, as its /v1/models tells it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,17 @@ def facts_of(models: Any, *, has_key: bool) -> Facts:
         for name in _FINGERPRINTS
     )
     return Facts(json.dumps(listing, sort_keys=True), prints, arithmetic)
+
+
+def why_none_goes_on(begun: Facts | None, others: Iterable[Facts | None]) -> str:
+    """Return in a sentence why no server goes on with a stream that another one began."""
+    arithmetic = [each.arithmetic for each in others if each is not None]
+    if begun is None or not arithmetic or begun.arithmetic in arithmetic:
+        return "No server is ready."
+    return (
+        "The server was lost, and the others compute on another processor or with other "
+        "libraries, so the rest of the answer could be another one."
+    )
 
 
 def difference(found: Served, agreed: Served) -> tuple[str, str]:

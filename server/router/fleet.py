@@ -17,10 +17,9 @@ from ropewalk.server.router.facts import Facts, Served, difference, facts_of
 from ropewalk.server.router.fleet_page import FleetPage
 from ropewalk.server.router.fleet_stats import FleetStats
 from ropewalk.server.router.text_pages import PAGE_TOKENS
-from ropewalk.server.router.upstream import Headers, LostError, Pool, Target
+from ropewalk.server.router.upstream import Headers, LostError, Server, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
-_CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
 _COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 
@@ -28,33 +27,6 @@ REFUSALS = ("listing", "fingerprint", "router_key", "pending")
 
 _log = structlog.get_logger(__name__)
 _PLACE = b"ropewalk_kv_disk_info{place="
-
-
-class Server:
-    """One server, as far as the router knows it."""
-
-    def __init__(self, target: Target, tls: ssl.SSLContext | None, silence_s: float) -> None:
-        self.target = target
-        self.pool = Pool(target, tls, silence_s)
-        self.is_ready = False
-        self.ready_at = 0.0  # the loop's time when it last became so
-        self.is_removed = False  # its name no longer resolves to it; its streams go on
-        self.facts: Facts | None = None  # what it serves; None: it has not been asked
-        self.facts_at = 0.0  # the loop's time
-        self.num_cache_tokens = _CACHE_TOKENS
-        self.place: str | None = None  # of pages that it shares; None: of none, or not known yet
-        self.is_doubtful = asyncio.Event()  # it has to be asked at once
-        self.answered_at = asyncio.get_running_loop().time()
-        self.problem = "it has not answered yet"
-        self.refusal = ""  # why it may take no requests, one of REFUSALS; empty: it may
-
-    @property
-    def name(self) -> str:
-        return self.target.url
-
-    @property
-    def heard_at(self) -> float:
-        return max(self.answered_at, self.pool.heard_at)
 
 
 class Fleet:
@@ -76,6 +48,7 @@ class Fleet:
         self._unresolved: dict[str, str] = {}  # why an address has no targets now
         self._told: list[Target] = []  # by `tell`
         self._ever_told: set[str] = set()
+        self._is_mixed = False  # servers that take requests compute on different machines
 
     @property
     def usable(self) -> list[Server]:
@@ -164,23 +137,33 @@ class Fleet:
             except Exception as error:  # noqa: BLE001  # without its watch a server is never ready
                 self._note(server, is_ready=False, problem=f"its check failed: {error!r}")
             if server.is_removed and not server.pool.num_open:
-                del self.servers[server.name], self._watching[server.name]
-                if server.name in self._ever_told:
-                    self._ever_told.discard(server.name)
-                    self.page.end(server.name)
-                    self.stats.end(server.name)
-                server.pool.lose("its address is gone")
+                self._forget(server)
                 return
             server.is_doubtful.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + self._settings.check_seconds):
                     await server.is_doubtful.wait()
 
+    def _forget(self, server: Server) -> None:
+        """Keep nothing of a removed server but its counts."""
+        del self.servers[server.name], self._watching[server.name]
+        self.page.end(server.name)
+        if server.name in self._ever_told:
+            self._ever_told.discard(server.name)
+            self.stats.end(server.name)
+        server.pool.lose("its address is gone")
+
     async def _check(self, server: Server) -> None:
+        try:
+            await self._ask(server)
+        finally:
+            server.vote = None
+
+    async def _ask(self, server: Server) -> None:
         silence_s, loop = self._settings.silence_seconds, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(silence_s):
-                status, _ = await self._get(server, "/ready")
+                status, _ = await server.get("/ready")
             server.answered_at = loop.time()
         except TimeoutError:
             if loop.time() - server.heard_at >= silence_s:
@@ -208,8 +191,7 @@ class Fleet:
                 await self._learn(server)
         except TimeoutError:
             if not server.is_ready:
-                told = "its /v1/models does not answer; a hash of large weights takes minutes"
-                self._refuse(server, "pending", told)
+                self._refuse(server, "pending", "its /v1/models does not answer")
             return False
         except LostError:
             return False
@@ -221,26 +203,27 @@ class Fleet:
     async def collect(self, credentials: Headers) -> bool:
         """Ask the servers for their metrics; return whether the client may see them.
 
-        The servers decide, by the client's credentials. If none answers, then metrics are shown
-        that were open to everybody before.
+        The servers decide, by the client's credentials, and one that refuses is enough. If none
+        answers, then metrics are shown that were open to everybody before.
         """
         asked = [each for each in self.servers.values() if each.is_ready]
         statuses = await asyncio.gather(*(self._collect(each, credentials) for each in asked))
-        is_allowed, is_refused = 200 in statuses, {401, 403} & {*statuses}
+        is_refused = bool({401, 403} & {*statuses})
+        is_allowed = 200 in statuses and not is_refused
         if not credentials and (is_allowed or is_refused):
             self._has_open_metrics = is_allowed
         return is_allowed or (not is_refused and self._has_open_metrics)
 
     async def collect_stats(self, credentials: Headers) -> bool:
         """Ask the servers for their /stats; return whether the client may see them."""
-        asked = [each for each in self.servers.values() if each.is_ready]
-        statuses = await asyncio.gather(*(self._collect_stats(each, credentials) for each in asked))
-        return 200 in statuses
+        asked = (self._collect_stats(each, credentials) for each in self.usable)
+        statuses = await asyncio.gather(*asked)
+        return 200 in statuses and not {401, 403} & {*statuses}
 
     async def _collect_stats(self, server: Server, credentials: Headers) -> int:
         with suppress(TimeoutError, LostError, ValueError):
             async with asyncio.timeout(_COLLECT_S):
-                status, content = await self._get(server, "/stats", self._passed_on(credentials))
+                status, content = await server.get("/stats", self._passed_on(credentials))
             if status == 200:
                 self.stats.note(server.name, content)
             return status
@@ -250,11 +233,18 @@ class Fleet:
         """Note a server's metrics; return the status of its answer, or 0 without one."""
         with suppress(TimeoutError, LostError, ValueError):
             async with asyncio.timeout(_COLLECT_S):
-                status, page = await self._get(server, "/metrics", self._passed_on(credentials))
-            if status == 200:
-                self.page.note(server.name, page)
+                status, _ = await self._read_page(server, self._passed_on(credentials))
             return status
         return 0
+
+    async def _read_page(self, server: Server, headers: Headers) -> tuple[int, bytes]:
+        """Ask for a server's metrics, and note them. Raises LostError."""
+        async with server.page_order:
+            status, page = await server.get("/metrics", headers)
+            if status == 200 and self.servers.get(server.name) is server:
+                with suppress(ValueError):
+                    self.page.note(server.name, page)
+        return status, page
 
     def _passed_on(self, headers: Headers) -> Headers:
         """Return a client's headers as a server gets them that asks for the router's key."""
@@ -267,17 +257,9 @@ class Fleet:
         key = self._settings.router_key
         return [] if key is None else [(KEY_HEADER.encode(), key.encode())]
 
-    async def _get(self, server: Server, path: str, headers: Headers = ()) -> tuple[int, bytes]:
-        """Return status and body of a short answer. Raises LostError."""
-        exchange = await server.pool.request("GET", path, headers)
-        try:
-            return exchange.status, await exchange.whole()
-        finally:
-            server.pool.release(exchange)
-
     async def _learn(self, server: Server) -> None:
         """Ask what a server serves, and how large its cache is. Raises LostError."""
-        status, body = await self._get(server, "/v1/models", self._own_headers())
+        status, body = await server.get("/v1/models", self._own_headers())
         if status == 200:
             has_key = self._settings.router_key is not None
             server.facts = facts_of(json.loads(body), has_key=has_key)
@@ -290,12 +272,12 @@ class Fleet:
             self._refuse(server, "router_key", server.problem)
             raise LostError(server.problem)
         server.facts_at = asyncio.get_running_loop().time()
-        status, page = await self._get(server, "/metrics", self._own_headers())
+        status, page = await self._read_page(server, self._own_headers())
         if status == 200:
-            with suppress(ValueError):
-                self.page.note(server.name, page)
+            server.place = None
             for line in page.splitlines():
-                if line.startswith(b"ropewalk_kv_cache_tokens "):
+                # The positions come last; a server of an earlier version tells the tokens only.
+                if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
                     server.num_cache_tokens = int(float(line.split()[1]))
                 elif line.startswith(_PLACE):
                     server.place = line.removeprefix(_PLACE).decode(errors="replace")
@@ -309,7 +291,9 @@ class Fleet:
     def _update(self) -> None:
         """Set who takes requests: the ready servers that serve what most of them serve."""
         ready = [each for each in self.servers.values() if each.is_ready and not each.is_removed]
-        num_of = Counter(each.facts.served for each in ready if each.facts is not None)
+        voting = [each.facts for each in ready]
+        voting += [each.vote for each in self.servers.values() if not each.is_removed]
+        num_of = Counter(facts.served for facts in voting if facts is not None)
         if num_of:
             most = max(num_of.values())
             leading = [served for served, num in num_of.items() if num == most]
@@ -325,6 +309,7 @@ class Fleet:
                 usable.append(each)
             else:
                 self._refuse(each, *difference(each.facts.served, self.agreed))
+        self._tell_mixed({each.facts.arithmetic for each in usable if each.facts is not None})
         names = {each.name: max(1, each.num_cache_tokens // PAGE_TOKENS) for each in usable}
         if set(names) != set(self.choice.replicas):
             for name in set(names) - set(self.choice.replicas):
@@ -332,10 +317,17 @@ class Fleet:
             for name in set(self.choice.replicas) - set(names):
                 problem = self.servers[name].problem if name in self.servers else "gone"
                 _log.warning("server_not_ready", server=name, why=problem)
-            self.choice.update(names)
+            self.choice.update(names, {each.name: each.place for each in usable})
             self._changed.set()
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)
+
+    def _tell_mixed(self, found: set[tuple[str, ...]]) -> None:
+        """Log once if streams of some servers cannot go on at others."""
+        if len(found) > 1 and not self._is_mixed:
+            told = "servers differ in `arithmetic`, so a stream goes on at its equals only"
+            _log.warning("servers_compute_differently", why=told)
+        self._is_mixed = self._is_mixed or len(found) > 1
 
     def _refuse(self, server: Server, refusal: str, problem: str) -> None:
         """Note, and log once, why a server that is ready takes no requests."""
@@ -350,6 +342,8 @@ class Fleet:
 
     def doubt(self, server: Server, why: str) -> None:
         """Give a server no more requests until its /ready, asked at once, says so again."""
+        if server.is_ready:
+            server.vote = server.facts
         server.facts, server.refusal = None, ""
         self._note(server, is_ready=False, problem=why)
         server.is_doubtful.set()

@@ -1,8 +1,9 @@
 """The metrics of all servers as one page, whose counters survive a server.
 
-Counters and histograms are sums over all servers that the router has known. One that is lost stays
-in the sum with its last numbers. If its address begins anew from zero, both count. Gauges tell of
-servers that take requests, and have a label `server`.
+Counters and histograms are sums over all servers, of what they have counted since the router knows
+them. So no sum jumps when a server joins. One that is lost stays in the sum with its last numbers.
+If its address begins anew from zero, both count. Gauges tell of servers that take requests, and
+have a label `server`.
 
 Pages are merged as text: the series of two servers are the same if their lines are but for the
 number. The client library's own parser takes fifty times as long.
@@ -24,7 +25,7 @@ class _Page:
     """The page of one process."""
 
     about: dict[bytes, list[bytes]] = field(default_factory=dict)  # comments of each family
-    kinds: dict[bytes, bytes] = field(default_factory=dict)
+    summed: set[bytes] = field(default_factory=set)  # families
     series: dict[bytes, Series] = field(default_factory=dict)  # by family
 
     @classmethod
@@ -36,8 +37,8 @@ class _Page:
                 _, word, family, *rest = line.split(b" ", 3)
                 page.about.setdefault(family, []).append(line)
                 page.series.setdefault(family, {})
-                if word == b"TYPE" and rest:
-                    page.kinds[family] = rest[0]
+                if word == b"TYPE" and rest and rest[0] in _SUMMED:
+                    page.summed.add(family)
             elif line:
                 name, _, value = line.rpartition(b" ")
                 page.series.setdefault(family, {})[name] = float(value)
@@ -50,56 +51,84 @@ class _Page:
 
     def counts(self) -> Iterator[tuple[bytes, bytes, float]]:
         """Yield the family, series and value of everything that is summed."""
-        for family, kind in self.kinds.items():
-            if kind in _SUMMED:
-                for name, value in self.series[family].items():
-                    yield family, name, value
+        for family in self.summed:
+            for name, value in self.series[family].items():
+                yield family, name, value
 
-    def has_fallen_since(self, before: "_Page") -> bool:
-        """Return whether a count is lower than it was."""
-        found = {name: value for _, name, value in self.counts()}
-        return any(found.get(name, 0.0) < value for _, name, value in before.counts())
+    def is_of_another(self, before: "_Page") -> bool:
+        """Return whether another process gave this page than the one before."""
+        if self.start is not None:
+            return self.start != before.start
+        # Keys may go and come again, but nothing else falls.
+        return any(
+            self.series.get(family, {}).get(name, value) < value
+            for family, name, value in before.counts()
+        )
 
 
 class FleetPage:
-    """The last page of each server, and the counts of processes that are gone."""
+    """The last page of each server, and what is counted without one."""
 
     def __init__(self) -> None:
         self._pages: dict[str, _Page] = {}  # by address
-        self._ended: dict[bytes, Series] = {}  # counts of processes whose address began anew
+        # What is added to the sums over pages: counts of processes and series that are gone, less
+        # those from before the router knew a server.
+        self._beside: dict[bytes, Series] = {}
+        self._about: dict[bytes, list[bytes]] = {}  # comments of each family
+        self._summed: set[bytes] = set()
+        self._shown: Series = {}  # what was shown last of everything that is summed
 
     def note(self, address: str, text: bytes) -> None:
-        """Take the page of a server. Raises ValueError if it is none."""
+        """Take the newest page of a server. Raises ValueError if it is none."""
         page = _Page.of(text)
         before = self._pages.get(address)
-        if before is not None:
-            is_same = page.start is not None and page.start == before.start
-            has_fallen = page.has_fallen_since(before)
-            if is_same and has_fallen:
-                return  # it was overtaken on its way by a later one
-            if has_fallen or page.start != before.start:
-                _add(self._ended, before)
+        if before is None:
+            for family, name, value in page.counts():
+                self._add(family, name, -value)
+        else:
+            self._keep_lost(before, page)
+        self._about.update(page.about)
+        self._summed |= page.summed
+        page.about = {}
         self._pages[address] = page
 
+    def _keep_lost(self, before: _Page, page: _Page) -> None:
+        """Keep the counts of a former page that the new one does not go on with."""
+        is_another = page.is_of_another(before)
+        for family, name, value in before.counts():
+            found = page.series.get(family, {}).get(name)
+            if is_another or found is None or found < value:
+                self._add(family, name, value)
+
+    def _add(self, family: bytes, name: bytes, value: float) -> None:
+        series = self._beside.setdefault(family, {})
+        series[name] = series.get(name, 0.0) + value
+
     def end(self, address: str) -> None:
-        """Keep the counts of a server that does not come back, and forget the rest."""
+        """Keep the counts of a server, and forget the rest. It may come back."""
         page = self._pages.pop(address, None)
         if page is not None:
-            _add(self._ended, page)
+            for family, name, value in page.counts():
+                self._add(family, name, value)
 
     def render(self, present: Collection[str]) -> bytes:
         """Return the page; `present` are the addresses whose gauges are shown."""
-        sums: dict[bytes, Series] = {family: {**each} for family, each in self._ended.items()}
+        sums = {family: {**each} for family, each in self._beside.items()}
         for page in self._pages.values():
-            _add(sums, page)
+            for family, name, value in page.counts():
+                series = sums.setdefault(family, {})
+                series[name] = series.get(name, 0.0) + value
         lines: list[bytes] = []
-        about = {name: page for page in self._pages.values() for name in page.about}
-        for family, page in about.items():
-            is_summed = page.kinds.get(family) in _SUMMED
+        for family, about in self._about.items():
+            is_summed = family in self._summed
             found = sums.get(family, {}) if is_summed else self._gauges(family, present)
             if found or is_summed:
-                lines += page.about[family]
-            lines += (b"%b %b" % (name, _text(value)) for name, value in found.items())
+                lines += about
+            for name, value in found.items():
+                shown = value
+                if is_summed:  # rounding of a sum in another order may not look like a reset
+                    shown = self._shown[name] = max(value, self._shown.get(name, 0.0))
+                lines.append(b"%b %b" % (name, _text(shown)))
         return b"".join(line + b"\n" for line in lines)
 
     def _gauges(self, family: bytes, present: Collection[str]) -> Series:
@@ -109,12 +138,6 @@ class FleetPage:
                 for name, value in page.series.get(family, {}).items():
                     found[_labelled(name, address)] = value
         return found
-
-
-def _add(sums: dict[bytes, Series], page: _Page) -> None:
-    for family, name, value in page.counts():
-        series = sums.setdefault(family, {})
-        series[name] = series.get(name, 0.0) + value
 
 
 def _labelled(series: bytes, address: str) -> bytes:

@@ -11,17 +11,24 @@ from typing import Any
 
 _OF_NOW = ("requests_running", "requests_waiting", "kv_cache_tokens")
 _SAME = frozenset({"context_bounds", "bounds"})
+_GROWING = ("prompt_tokens", "prompt_tokens_cached", "generated_tokens", "preemptions")
+_LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 _USAGE, _DISK, _REQUESTS = "kv_cache_usage_ratio", "kv_disk", "requests"
+_START = "start_time_seconds"
 
 Stats = dict[str, Any]
 
 
 class FleetStats:
-    """The last answer of each server, and the counts of processes that are gone."""
+    """The last answer of each server, and the counts of processes that are gone.
+
+    Answers are added if their histograms have the same bounds. Those with other bounds are left out
+    as long as no such server takes requests.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, Stats] = {}  # by address
-        self._ended: list[Stats] = []  # at most one, the sum
+        self._ended: dict[str, Stats] = {}  # sums, by bounds
 
     def note(self, address: str, content: bytes) -> None:
         """Take the answer of a server. Raises ValueError if it is none."""
@@ -29,20 +36,37 @@ class FleetStats:
         if not isinstance(stats, dict) or _USAGE not in stats:
             raise ValueError("it is no answer of /stats")
         before = self._last.get(address)
-        if before is not None and stats["prompt_tokens"] < before["prompt_tokens"]:
-            self.end(address)  # another process is there
+        if before is not None:
+            start = stats.get(_START)  # absent in older servers
+            is_same = start is not None and start == before.get(_START)
+            has_fallen = any(stats[name] < before[name] for name in _GROWING)
+            if is_same and has_fallen:
+                return  # it was overtaken on its way by a later one
+            if has_fallen or start != before.get(_START):
+                self.end(address)  # another process is there
         self._last[address] = stats
 
     def end(self, address: str) -> None:
         """Keep the counts of a process that does not come back."""
         found = self._last.pop(address, None)
         if found is not None:
-            self._ended = [_sum([*self._ended, found])]
+            bounds = _bounds_of(found)
+            so_far = [self._ended[bounds]] if bounds in self._ended else []
+            self._ended[bounds] = _sum([*so_far, found])
 
     def render(self, present: Collection[str]) -> bytes:
-        """Return the answer; `present` are the addresses that take requests."""
-        found = _sum([*self._ended, *self._last.values()])
-        now = [each for address, each in self._last.items() if address in present]
+        """Return the answer; `present` are the addresses that take requests.
+
+        There is at least one answer.
+        """
+        num_of = Counter(_bounds_of(self._last[each]) for each in present if each in self._last)
+        every = [*self._last.values(), *self._ended.values()]
+        bounds = num_of.most_common(1)[0][0] if num_of else _bounds_of(every[0])
+        alike = {name: each for name, each in self._last.items() if _bounds_of(each) == bounds}
+        ended = [self._ended[bounds]] if bounds in self._ended else []
+        found = _sum([*ended, *alike.values()])
+        now = [each for address, each in alike.items() if address in present]
+        found.pop(_START, None)
         for name in _OF_NOW:
             found[name] = sum(each[name] for each in now)
         found[_USAGE] = sum(each[_USAGE] for each in now) / max(1, len(now))
@@ -51,6 +75,11 @@ class FleetStats:
             found[_DISK]["bytes"] = max((each["bytes"] for each in disks), default=0)
             found[_DISK]["paused"] = any(each["paused"] for each in disks)
         return json.dumps(found).encode()
+
+
+def _bounds_of(stats: Stats) -> str:
+    """Return what answers must have in common so that their histograms can be added."""
+    return json.dumps([stats["context_bounds"], *(stats[name]["bounds"] for name in _LATENCIES)])
 
 
 def _sum(all_stats: list[Stats]) -> Stats:

@@ -13,8 +13,8 @@ import structlog
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, ToldAnswer, new_answer
 from ropewalk.server.envelope import envelope
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.facts import Facts
-from ropewalk.server.router.fleet import Fleet, Server
+from ropewalk.server.router.facts import Facts, why_none_goes_on
+from ropewalk.server.router.fleet import Fleet
 from ropewalk.server.router.replay import (
     DivergedError,
     EventSplitter,
@@ -24,7 +24,7 @@ from ropewalk.server.router.replay import (
     tells_failure,
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.upstream import Exchange, Headers, LostError
+from ropewalk.server.router.upstream import Exchange, Headers, LostError, Server
 from ropewalk.server.settings.route_settings import RouteSettings
 
 # Headers of a connection, not of a message (RFC 9110, 7.6.1), or made anew by this process.
@@ -119,7 +119,8 @@ class Forwarder:
         )
         began = loop.time()
         if server is None:
-            await self._give_up(asked, send, "No server is ready.", "no_server")
+            told = why_none_goes_on(asked.facts, [each.facts for each in self._fleet.usable])
+            await self._give_up(asked, send, told, "no_server")
             return True
         exchange: Exchange | None = None
         try:
@@ -230,8 +231,8 @@ class Forwarder:
             if not asked.has_events and has_event(events):
                 asked.has_events = True
                 self._fleet.choice.first_token(asked.request_id)
+            await send(events)  # if it is cancelled here, the client has none of them
             asked.sent.keep(events)
-            await send(events)
         if is_failed:
             raise LostError("its engine ended")
 

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from ropewalk.model_runtime.config import PAGE_UNIT
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, seals
+from ropewalk.model_runtime.config import PAGE_UNIT, tier_setting
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
 from ropewalk.server.settings.problems import (
@@ -184,20 +185,20 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
         yield f"kv_disk_gib needs kv_disk, the folder, got {settings.kv_disk_gib:g}"
     if settings.kv_disk is not None and settings.kv_store is not None:
         yield f"kv_disk and kv_store exclude each other, got {settings.kv_disk} and a store"
-    for name in ("kv_disk", "kv_store"):
-        if getattr(settings, name) is not None and settings.tensor_parallel_size > 1:
-            yield (
-                f"{name} is for a model in one process, because each rank has a part of a page: "
-                f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
-            )
+    name = tier_setting(settings)
+    if name is not None and settings.tensor_parallel_size > 1:
+        yield (
+            f"{name} is for a model in one process, because each rank has a part of a page: "
+            f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
+        )
 
 
 def format_contradictions(settings: ServeSettings) -> Iterator[str]:
     """Yield a sentence for each contradiction with a cache in other numbers."""
     name = settings.kv_cache_dtype
-    if name == "auto":
+    if name == EXACT:
         return
-    if name != "bfloat16" and settings.page_size % PAGE_UNIT:
+    if seals(name) and settings.page_size % PAGE_UNIT:
         yield (
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
             f"{settings.page_size}"
@@ -227,7 +228,13 @@ def _replica_contradictions(settings: ServeSettings) -> Iterator[str]:
         for name in ("max_replicas", "ray_address"):
             if (value := getattr(settings, name)) is not None:
                 yield f"{name} needs replicas, got {value}"
-    elif settings.max_replicas is not None and settings.max_replicas < settings.replicas:
+        return
+    if settings.router_only or settings.router_key is not None:
+        yield (
+            "router_key and router_only are for servers behind `ropewalk route`, and with replicas "
+            f"the command is the router: give them or replicas, got {settings.replicas} replicas"
+        )
+    if settings.max_replicas is not None and settings.max_replicas < settings.replicas:
         yield (
             f"max_replicas must be >= replicas ({settings.replicas}), got {settings.max_replicas}"
         )

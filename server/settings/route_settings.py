@@ -29,6 +29,8 @@ from ropewalk.server.settings.request_sections import (
 )
 from ropewalk.server.settings.sections import SourceSettings
 
+MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES = 32 * 2**20, 2**30  # defaults
+
 
 def _checked_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
@@ -120,10 +122,10 @@ class EdgeSettings(Section):
         unit="hosts",
     )
     max_body_bytes: int = setting(
-        32 * 2**20, "Largest body of a request.", unit="bytes", ge=1024, le=2**31
+        MAX_BODY_BYTES, "Largest body of a request.", unit="bytes", ge=1024
     )
     max_total_body_bytes: int = setting(
-        2**30,
+        MAX_TOTAL_BODY_BYTES,
         "Most bytes of all bodies that are held, until their answers end.",
         unit="bytes",
         ge=1024,

@@ -136,13 +136,13 @@ def _advised_plan(
     try:
         plan = plan_of(settings)
     except SettingsError as error:
-        advice = format_advice(settings, wanted, plan_of)
+        advice = format_advice(settings, wanted, 0, plan_of)
         if advice is None:
             raise
-        raise SettingsError(f"{error}; {advice}") from error
-    if max(each.max_len for each in plan.deployments) >= wanted:
-        return plan, None
-    return plan, format_advice(settings, wanted, plan_of)
+        between = "\n" if "\n" in str(error) else "; "  # it is not about the last of several lines
+        raise SettingsError(f"{error}{between}{advice}") from error
+    held = max(each.max_len for each in plan.deployments)
+    return plan, None if held >= wanted else format_advice(settings, wanted, held, plan_of)
 
 
 def _storage(settings: ServeSettings, outline: ModelConfig) -> tuple[int | None, Storage | None]:

@@ -1,7 +1,6 @@
 """Make the fingerprint of a served model: everything that decides the bytes of its answers."""
 
 import hashlib
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from ropewalk.model_runtime.engine.build_engine import draft_tokens
 from ropewalk.model_runtime.engine.kv_disk.identity import (
     WeightFiles,
     arithmetic_facts,
+    hashes_folder,
     identity_of,
     model_facts,
 )
-from ropewalk.model_runtime.known_trials import kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.server.api.fingerprint import Fingerprint
@@ -27,7 +26,7 @@ _SOURCES = (
     *("rope", "model_runtime", "server/api", "server/turns"),
     "server/access/told_answer.py",
 )
-_LIBRARIES = ("jinja2", "llguidance", "tokenizers")  # beside those that compute
+_LIBRARIES = ("jinja2", "llguidance", "pydantic", "tokenizers")  # beside those that compute
 # Those of the deployments are in the fingerprint of each name. The others refuse requests, or
 # decide when and where an answer is computed.
 _SETTINGS = (
@@ -44,13 +43,11 @@ def make_fingerprint(
     It reads the weights' files, unless their hashes are kept from before.
     """
     assert checkpoint.source is not None
-    folder = config.kv_disk or kept_folder()
-    with suppress(OSError):  # nothing is kept then
-        folder.mkdir(parents=True, exist_ok=True)
+    known_in = hashes_folder(config)
     tokenizer = checkpoint.tokenizer
     model = {
         **model_facts(checkpoint, config),
-        "weights": WeightFiles(checkpoint.source, checkpoint.versions).content(known_in=folder),
+        "weights": WeightFiles(checkpoint.source, checkpoint.versions).content(known_in=known_in),
         "tokenizer": hashlib.sha256(tokenizer.as_json()[0].encode()).hexdigest(),
         "special_tokens": {name: str(each) for name, each in tokenizer.special_tokens_map.items()},
         "ends": sorted(checkpoint.eos_token_ids),

@@ -9,6 +9,7 @@ import torch
 
 from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
 from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.hub.wanted import OnBytes, no_bytes
@@ -25,7 +26,7 @@ from ropewalk.server.access.allowance import KeyMetrics
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
-from ropewalk.server.api.fingerprint import AskedFingerprint
+from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.output_queue import OutputQueue
 from ropewalk.server.api.service import Service
 from ropewalk.server.errors import rejection_reasons
@@ -116,22 +117,27 @@ def load_service(
         tokenizer,
         make_engine,
         keys=keys,
-        fingerprint=_fingerprint(settings, loaded),
+        fingerprint=_fingerprint(settings, loaded, on_phase),
     )
     return service, loaded.served.banner
 
 
-def _fingerprint(settings: ServeSettings, loaded: LoadedModel) -> "AskedFingerprint | None":
-    """Return what makes the fingerprint when a router asks for it; None if none is trusted."""
+def _fingerprint(
+    settings: ServeSettings, loaded: LoadedModel, on_phase: OnPhase
+) -> Fingerprint | None:
+    """Return the fingerprint; None if no router is trusted. Raises ModelError."""
     if settings.router_key is None:
         return None
     from ropewalk.server.startup.fingerprint import make_fingerprint  # noqa: PLC0415  # rare
 
     template, _ = _chat_of(settings, loaded.checkpoint.tokenizer)
     config = loaded.served.plan.config
-    return AskedFingerprint(
-        partial(make_fingerprint, loaded.checkpoint, config, settings, template)
-    )
+    # Now, because a router sends no request to a server that is ready and has none.
+    on_phase("hashing the weights")
+    try:
+        return make_fingerprint(loaded.checkpoint, config, settings, template)
+    except OSError as error:
+        raise ModelError(f"The weights cannot be hashed for router_key: {error}") from error
 
 
 def load_served(
@@ -163,7 +169,7 @@ def make_service(
     make_engine: Callable[[Metrics], Engine],
     *,
     keys: KeyTable | None = None,
-    fingerprint: AskedFingerprint | None = None,
+    fingerprint: Fingerprint | None = None,
 ) -> Service:
     """Build the service of a model over the engine that `make_engine` returns.
 

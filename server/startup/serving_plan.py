@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
-from ropewalk.model_runtime.config import EngineConfig, with_slots
+from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
@@ -149,8 +149,8 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
             "be auto"
         )
     deployments = plan_deployments(settings, facts.native)
-    config, memory = _config(settings, facts, deployments)
-    why_whole = _groups(settings, facts, deployments)[1]
+    groups, why_whole = _groups(settings, facts, deployments)
+    config, memory = _config(settings, facts, deployments, groups)
     deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
     if bounds is None:
@@ -171,12 +171,11 @@ def _groups(
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
     """Raise SettingsError if the model's cache can have no tier on disk."""
-    if settings.kv_disk is None and settings.kv_store is None:
+    name = tier_setting(settings)
+    if name is None:
         return
     # The address of a store may hold a password.
-    name, given = ("kv_disk", f", got {settings.kv_disk}")
-    if settings.kv_store is not None:
-        name, given = "kv_store", ""
+    given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
     if facts.memory is None:
         raise SettingsError(f"{name} needs the model on a CPU{given}")
     if facts.slot_bytes:
@@ -209,8 +208,14 @@ def within_cache(
 def _fitting(
     settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
 ) -> tuple[Deployment, ...]:
-    sizes = config.longest_context, _step_tokens(settings), config.room_beside_windows
-    return tuple(each.within_cache(*sizes) for each in deployments)
+    return tuple(
+        each.within_cache(
+            config.longest_context,
+            num_step_tokens=_step_tokens(settings),
+            room=config.room_beside_windows,
+        )
+        for each in deployments
+    )
 
 
 def _step_tokens(settings: ServeSettings) -> int:
@@ -295,7 +300,10 @@ def _prefix(settings: ServeSettings, name: str) -> str:
 
 
 def _config(
-    settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
+    settings: ServeSettings,
+    facts: ModelFacts,
+    deployments: Sequence[Deployment],
+    groups: PageGroups | None,
 ) -> tuple[EngineConfig, MemoryProfile | None]:
     alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
@@ -304,7 +312,7 @@ def _config(
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
         "step_target_s": settings.step_target_seconds or None,
-        "page_groups": _groups(settings, facts, deployments)[0],
+        "page_groups": groups,
     }
     config = EngineConfig(**stated)
     token_bytes = padded(facts.token_bytes, config.page_groups)

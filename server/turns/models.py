@@ -7,10 +7,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
-from starlette.requests import Request as HttpRequest
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.generation_schema import TokenId
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.rope_schema import PositionsField
@@ -190,16 +188,8 @@ def model_router(service: Service) -> APIRouter:
     """Build a router with the routes over one service."""
     router = APIRouter(route_class=JsonBodyRoute)
 
-    async def fingerfoundfor(asked: HttpRequest) -> Fingerprint | None:
-        """Return what is known; a router that is trusted waits until it is."""
-        asking = service.fingerprint
-        if asking is None:
-            return None
-        is_for_router = asked.scope.get("state", {}).get("is_for_router")
-        return await asking.made() if is_for_router else asking.known
-
-    def model_of(deployment: Deployment, name: str, found: Fingerprint | None) -> Model:
-        formats = service.chat_formats
+    def model_of(deployment: Deployment, name: str) -> Model:
+        formats, found = service.chat_formats, service.fingerprint
         return Model(
             id=name,
             root=deployment.name,
@@ -232,15 +222,13 @@ def model_router(service: Service) -> APIRouter:
         )
 
     @router.get("/v1/models")
-    async def models(asked: HttpRequest) -> ModelList:
-        found = await fingerfoundfor(asked)
+    async def models() -> ModelList:
         names = (*service.deployments, *service.aliases)
-        return ModelList(data=[model_of(service.deployment(each), each, found) for each in names])
+        return ModelList(data=[model_of(service.deployment(each), each) for each in names])
 
     @router.get("/v1/models/{name:path}")  # a hub id has a slash
-    async def model(name: str, asked: HttpRequest) -> Model:
-        found = await fingerfoundfor(asked)
-        return model_of(service.deployment(name), name, found)
+    async def model(name: str) -> Model:
+        return model_of(service.deployment(name), name)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

@@ -1,24 +1,25 @@
 """The memory that a model and a context take, as `inspect` reports it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ropewalk.model_runtime.attention.sealed.page_format import (
     EXACT,
-    FORMATS,
     most_staged,
     open_bytes,
     stage_page_bytes,
     token_bytes,
 )
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import bytes_per_state
+from ropewalk.server.startup.planning.held_windows import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Costs:
     kv_stage_bytes: int = 0  # of the pages that one prompt fills in a step; 0: no page is sealed
     kv_bytes_beyond_windows: int | None = None  # of a token; None: no layer holds its window only
     kv_windows: str | None = None  # which layers keep how many tokens
+    kv_windows_not_held: str | None = None  # why layers with a window keep all tokens
     longest_context_bytes: int = 0  # of its pages
 
 
@@ -57,24 +59,28 @@ def costs_of(
     low_bits: Storage | None = None,
     *,
     kv_cache_dtype: str = EXACT,
-    max_chunk: int | None = None,
+    max_chunk: int,
+    windows: tuple[PageGroups | None, str | None] = (None, None),
 ) -> Costs:
     """Return the costs of a model's longest context, and what a stated memory holds.
 
     `low_bits`: the storage of weights in few bits, if a load would have it.
-    `max_chunk`: tokens of a step, if layers with a window hold their window only, or pages are
-    sealed.
+    `max_chunk`: tokens of a step. `windows`: what `planned_groups` has found.
     """
     form = (outline.layers(), outline.dtype, kv_cache_dtype, page_size)
     kv_bytes, kv_open_bytes = token_bytes(*form), open_bytes(*form)
-    num_staged = most_staged(max_chunk or 0, 1, page_size)
+    num_staged = most_staged(max_chunk, 1, page_size)
     kv_stage_bytes = num_staged * stage_page_bytes(*form)
     longest = max(deployment.max_len for deployment in deployments)
-    pages = _Pages(kv_bytes, page_size, max_chunk)
-    if max_chunk is not None and kv_cache_dtype not in FORMATS and not outline.states():
-        groups, _ = group_layers(outline.windows(), outline.layers(), longest)
-        if groups is not None:
-            pages = _Pages(groups.padded(kv_bytes), page_size, max_chunk, groups)
+    groups, why_whole = windows
+    kv_bytes = padded(kv_bytes, groups)
+    config = EngineConfig(
+        kv_cache_tokens=0,
+        max_model_len=longest,
+        page_size=page_size,
+        max_num_batched_tokens=max_chunk,
+        page_groups=groups,
+    )
     num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
     if low_bits is not None:
         weight_bytes = low_bits.num_bytes
@@ -83,10 +89,10 @@ def costs_of(
     holds = in_memory = None
     if memory_gib is not None and weight_bytes is not None:
         left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes - kv_stage_bytes
-        holds = max(0, left // pages.token_bytes // page_size * page_size)
-        in_memory = min(longest, pages.longest(holds))
+        holds = max(0, left // kv_bytes // page_size * page_size)
+        in_memory = min(longest, replace(config, kv_cache_tokens=holds).longest_context)
     return Costs(
-        pages.token_bytes,
+        kv_bytes,
         num_parameters,
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes() if low_bits is None else 0,
@@ -105,35 +111,19 @@ def costs_of(
         kv_cache_dtype,
         kv_open_bytes,
         kv_stage_bytes,
-        None if pages.groups is None else pages.groups.beyond(pages.token_bytes),
-        None if pages.groups is None else pages.groups.text(),
-        pages.num_bytes(longest),
+        None if groups is None else groups.beyond(kv_bytes),
+        None if groups is None else groups.text(),
+        why_whole,
+        _longest_bytes(config, kv_bytes),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """The pages of a cache, and what a sequence takes of it."""
-
-    token_bytes: int  # in all layers
-    page_size: int
-    max_chunk: int | None
-    groups: PageGroups | None = None  # None: all layers keep all tokens
-
-    def num_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a sequence's pages."""
-        if self.groups is None or self.max_chunk is None:
-            return num_tokens * self.token_bytes
-        num_pages = -(-num_tokens // self.page_size)
-        num_held = self.groups.num_held(num_pages, self.page_size, self.max_chunk)
-        return num_held * self.page_size * self.token_bytes // self.groups.num_groups
-
-    def longest(self, num_tokens: int) -> int:
-        """Return the tokens of the longest sequence in a cache of `num_tokens` in all layers."""
-        if self.groups is None or self.max_chunk is None:
-            return num_tokens
-        num_pages = num_tokens // self.page_size * self.groups.num_groups
-        return self.groups.longest(num_pages, self.page_size, self.max_chunk)
+def _longest_bytes(config: EngineConfig, token_bytes: int) -> int:
+    """Return the bytes of the pages of the longest context."""
+    if config.page_groups is None:
+        return config.max_model_len * token_bytes
+    num_held = config.num_held_pages(config.max_model_len)
+    return num_held * config.page_size * token_bytes // config.num_groups
 
 
 def too_small(costs: Costs, page_size: int) -> str | None:

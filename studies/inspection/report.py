@@ -12,7 +12,7 @@ from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.dry_run import outline_of
-from ropewalk.server.startup.planning.held_windows import below_cache
+from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.serving_plan import plan_deployments
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small
@@ -62,7 +62,14 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
         options.memory_gib,
         low_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
-        max_chunk=None if below_cache(settings) else settings.max_num_batched_tokens,
+        max_chunk=settings.max_num_batched_tokens,
+        windows=planned_groups(
+            settings,
+            outline.windows(),
+            outline.layers(),
+            max(each.max_len for each in deployments),
+            has_states=bool(outline.states()),
+        ),
     )
     heads = None
     if options.heads is not None:
@@ -126,6 +133,10 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
         lines.append(
             f"windows          {costs.kv_windows}: {costs.kv_bytes_beyond_windows} bytes a token "
             "beyond the windows"
+        )
+    elif costs.kv_windows_not_held is not None:
+        lines.append(
+            f"windows          not held, all layers keep all tokens: {costs.kv_windows_not_held}"
         )
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:

@@ -56,6 +56,11 @@ ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write
 _ROUNDED_BYTES = 2
 
 
+def seals(kv_cache_dtype: str) -> bool:
+    """Return whether a cache of this setting holds full pages in few bits."""
+    return kv_cache_dtype in FORMATS
+
+
 def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType) -> None:
     """Raise ModelError if a model of these layers and this dtype has no pages in the format."""
     if name == EXACT:
@@ -64,7 +69,7 @@ def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType)
         raise ModelError(
             f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
         )
-    if name in FORMATS:
+    if seals(name):
         FORMATS[name].check(layers)
 
 
@@ -79,7 +84,7 @@ def token_bytes(
     """Return the cache bytes of one position over all layers, rounded up."""
     if kv_cache_dtype == ROUNDED:
         return bytes_per_token(layers, dtype) // dtype.itemsize * _ROUNDED_BYTES
-    if kv_cache_dtype not in FORMATS:
+    if not seals(kv_cache_dtype):
         return bytes_per_token(layers, dtype)
     return -(-FORMATS[kv_cache_dtype].page_bytes(layers, page_size) // page_size)
 
@@ -88,7 +93,7 @@ def stage_page_bytes(
     layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
 ) -> int:
     """Return the bytes of a staged page, which is of one layer; 0 if no page is sealed."""
-    if kv_cache_dtype not in FORMATS:
+    if not seals(kv_cache_dtype):
         return 0
     return page_size * max(bytes_per_token({0: each}, dtype) for each in layers.values())
 
@@ -106,4 +111,4 @@ def open_bytes(
     layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
 ) -> int:
     """Return the bytes of one sequence's open page over all layers; 0 if no page is sealed."""
-    return bytes_per_token(layers, dtype) * page_size if kv_cache_dtype in FORMATS else 0
+    return bytes_per_token(layers, dtype) * page_size if seals(kv_cache_dtype) else 0

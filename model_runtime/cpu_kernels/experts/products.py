@@ -9,7 +9,8 @@ number of threads.
 An expert that no row chose is not read.
 
 Shapes: R = rows, C = choices of a row, S = pairs, E = experts, A = experts that some row chose,
-K = inputs, N = outputs, W = outputs with padding to whole panels, Q = elements of packed memory.
+M = rows of an expert, K = inputs, N = outputs, W = outputs with padding to whole panels,
+Q = elements of packed memory.
 """
 
 from collections.abc import Callable
@@ -87,6 +88,15 @@ def grouped(choice_RC: Integers, weights_RC: Floats, num_experts: int) -> Pairs:
     return Pairs(*group_pairs(choice_RC, weights_RC, num_experts))
 
 
+@jit()
+def rows_of(x_RK: Numbers, row_of_S: Integers, top: int, bottom: int, num_inputs: int) -> Floats:
+    """Return the rows of pairs `top` to `bottom` - 1 in float32."""
+    rows_MK = np.empty((bottom - top, num_inputs), np.float32)
+    for m in range(bottom - top):
+        widen(x_RK[row_of_S[top + m], :num_inputs], rows_MK[m])
+    return rows_MK
+
+
 @cache
 def multiplier(multiply: Callable[..., None]) -> Any:
     """Compiled: the rows of each expert times its panels.
@@ -108,9 +118,7 @@ def multiplier(multiply: Callable[..., None]) -> Any:
         num_panels = out_SW.shape[1] // PANEL
         for place in range(first // num_panels, -(-end // num_panels)):
             expert, top, bottom = experts_A[place], starts[place], starts[place + 1]
-            rows_MK = np.empty((bottom - top, num_inputs), np.float32)
-            for m in range(bottom - top):
-                widen(x_RK[row_of_S[top + m], :num_inputs], rows_MK[m])
+            rows_MK = rows_of(x_RK, row_of_S, top, bottom, num_inputs)
             multiply(
                 rows_MK, packed_Q[packed_step * expert :], bias_EW[expert], out_SW[top:bottom],
                 layout + layout_step * expert, num_inputs, max(0, first - place * num_panels),

@@ -1,13 +1,15 @@
 """The choice of experts from a router's logits, and their weights, row by row.
 
 A row's experts are those with the largest logits. Among equal ones, the lower number is chosen. The
-weights are a softmax over the chosen experts, or over all of them.
+weights are a softmax over the chosen experts, or over all of them. Blocks such as Granite's round
+them to bfloat16.
 
 Shapes: R = rows, E = experts, C = choices of a row, T = terms of a softmax.
 """
 
 import numpy as np
 
+from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.experts.products import Integers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
@@ -37,15 +39,15 @@ def _choose(logits_E: Floats, choice_C: Integers, best_C: Floats) -> bool:
 
 @jit()
 def route(
-    logits_RE: Floats, is_normalised: int, choice_RC: Integers, weights_RC: Floats
+    logits_RE: Floats, is_normalised: int, is_rounded: int, choice_RC: Integers, weights_RC: Floats
 ) -> None:  # fmt: skip
     """Write the experts of each row and their weights; NaN in a row makes its weights NaN.
 
-    `is_normalised`: the weights of a row add up to one.
+    `is_normalised`: the weights of a row add up to one. `is_rounded`: they are bfloat16 values.
     """
     num_experts, num_choices = logits_RE.shape[1], choice_RC.shape[1]
     num_terms = num_choices if is_normalised else num_experts
-    best_C = np.empty(num_choices, np.float32)
+    best_C, bits_C = np.empty(num_choices, np.float32), np.empty(num_choices, np.uint16)
     terms_T = np.zeros((num_terms + WIDTH - 1) // WIDTH * WIDTH, np.float32)
     for r in range(logits_RE.shape[0]):
         has_nan = _choose(logits_RE[r], choice_RC[r], best_C)
@@ -60,14 +62,17 @@ def route(
         for c in range(num_choices):
             term = terms_T[c if is_normalised else choice_RC[r, c]]
             weights_RC[r, c] = _NAN if has_nan else term / total
+        if is_rounded:
+            narrow(weights_RC[r], bits_C)
+            widen(bits_C, weights_RC[r])
         terms_T[num_terms:] = np.float32(0.0)
 
 
 def routed(
-    logits_RE: Floats, num_choices: int, *, is_normalised: bool
+    logits_RE: Floats, num_choices: int, *, is_normalised: bool, is_rounded: bool
 ) -> tuple[Integers, Floats]:  # fmt: skip
     """Return the experts of each row and their weights, [R, C] each."""
     choice_RC = np.empty((len(logits_RE), num_choices), np.int64)
     weights_RC = np.empty(choice_RC.shape, np.float32)
-    route(logits_RE, int(is_normalised), choice_RC, weights_RC)
+    route(logits_RE, int(is_normalised), int(is_rounded), choice_RC, weights_RC)
     return choice_RC, weights_RC

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.elementwise import narrow
 from ropewalk.model_runtime.cpu_kernels.experts.gates import Gate, gate_panels
 from ropewalk.model_runtime.cpu_kernels.experts.products import (
     ROWS_PER_READ,
     ExpertPanels,
     Integers,
     group_pairs,
+    rows_of,
 )
 from ropewalk.model_runtime.cpu_kernels.experts.routing import route
 from ropewalk.model_runtime.cpu_kernels.jit import jit
@@ -37,12 +38,12 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
 # Fields of one matrix of all experts, and of the routing before it.
 (
     PACKED, PACKED_SIZE, PACKED_STEP, TABLE, TABLE_STEP, BIASES, BIAS_WIDTH, NUM_INPUTS, NUM_PANELS,
-    NUM_EXPERTS, NUM_CHOICES, IS_NORMALISED, GATE, IS_MIXED,
-) = range(14)  # fmt: skip
+    NUM_EXPERTS, NUM_CHOICES, IS_NORMALISED, IS_ROUNDED, GATE, IS_MIXED,
+) = range(15)  # fmt: skip
 
 
 def matrix_fields(
-    panels: ExpertPanels, num_choices: int, gate: Gate, *, is_normalised: bool
+    panels: ExpertPanels, num_choices: int, gate: Gate, *, is_normalised: bool, is_rounded: bool
 ) -> Ints:
     """Return the fields of a matrix; they have addresses of its memory."""
     num_experts, bias_width = panels.bias_EW.shape
@@ -59,6 +60,7 @@ def matrix_fields(
         NUM_EXPERTS: num_experts,
         NUM_CHOICES: num_choices,
         IS_NORMALISED: int(is_normalised),
+        IS_ROUNDED: int(is_rounded),
         GATE: gate.kind,
         IS_MIXED: int(gate.is_mixed),
     }
@@ -73,7 +75,7 @@ def _pairs_of(
     num_rows, num_choices = logits_RE.shape[0], fields_F[NUM_CHOICES]
     choice_RC = np.empty((num_rows, num_choices), np.int64)
     weights_RC = np.empty((num_rows, num_choices), np.float32)
-    route(logits_RE, fields_F[IS_NORMALISED], choice_RC, weights_RC)
+    route(logits_RE, fields_F[IS_NORMALISED], fields_F[IS_ROUNDED], choice_RC, weights_RC)
     experts_A, starts, row_of_S, slots_RC, sorted_RC = group_pairs(
         choice_RC, weights_RC, fields_F[NUM_EXPERTS]
     )
@@ -98,15 +100,6 @@ def unit_edge(starts: Integers, num_units: int, thread: int, num_threads: int) -
             return int(place * num_units + target // cost)
         target -= cost * num_units
     return int(num_active * num_units)
-
-
-@jit()
-def _rows_of(x_RK: Numbers, row_of_S: Integers, top: int, bottom: int, num_inputs: int) -> Floats:
-    """Return the rows of pairs `top` to `bottom` - 1 in float32."""
-    rows_MK = np.empty((bottom - top, num_inputs), np.float32)
-    for m in range(bottom - top):
-        widen(x_RK[row_of_S[top + m], :num_inputs], rows_MK[m])
-    return rows_MK
 
 
 @cache
@@ -141,7 +134,7 @@ def stages(multiply: Any) -> tuple[Any, Any]:
             expert, top, bottom = experts_A[place], starts[place], starts[place + 1]
             begin = max(0, first - place * num_units)
             stop = min(num_units, end - place * num_units)
-            rows_MK = _rows_of(x_RK, row_of_S, top, bottom, fields_F[NUM_INPUTS])
+            rows_MK = rows_of(x_RK, row_of_S, top, bottom, fields_F[NUM_INPUTS])
             both_MW = np.empty((bottom - top, 2 * num_units * PANEL), np.float32)
             arguments = (fields_F, expert, rows_MK, x_RK, like_scale, both_MW)
             if is_mixed:
@@ -169,7 +162,7 @@ def stages(multiply: Any) -> tuple[Any, Any]:
         pair_S = np.arange(row_of_S.shape[0])
         for place in range(experts_A.shape[0]):
             top, bottom = starts[place], starts[place + 1]
-            rows_MK = _rows_of(between_SI, pair_S, top, bottom, fields_F[NUM_INPUTS])
+            rows_MK = rows_of(between_SI, pair_S, top, bottom, fields_F[NUM_INPUTS])
             y_MW = np.empty((bottom - top, width), np.float32)
             product(fields_F, experts_A[place], rows_MK, out_RN, like_scale, y_MW, first, end)
             for m in range(bottom - top):

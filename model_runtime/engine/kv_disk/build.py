@@ -20,6 +20,7 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
     WeightFiles,
     arithmetic_facts,
     dtype_name,
+    hashes_folder,
     identity_of,
     model_facts,
 )
@@ -62,8 +63,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
             **model_facts(checkpoint, config),
             **arithmetic_facts(checkpoint),
         }
-        # A store on the network has no place for the hashes of files.
-        content = files.content(known_in=config.kv_disk)
+        content = files.content(known_in=hashes_folder(config))
         return replace(form, identity=identity_of({**facts, "weights": content}))
 
     place, open_store = (
@@ -116,15 +116,15 @@ def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
 
 def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> IsFinite:
     """Return the check that a page's numbers are finite."""
-    if config.kv_cache_dtype not in FORMATS:
+    if not config.seals_pages:
         return plain_check(dtype_name(store.dtype))
-    form, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
+    sealed, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
     return sealed_check(
         [
             Records(
                 layers[index].num_key_heads,
-                form.record_bytes(layers[index], page_size),
-                *form.parameter_bytes(layers[index], page_size),
+                sealed.record_bytes(layers[index], page_size),
+                *sealed.parameter_bytes(layers[index], page_size),
             )
             for index in sorted(layers)
         ]

@@ -78,7 +78,9 @@ def own_name(root: int) -> str:
     Two that make it at once may differ until they ask again.
     """
     with suppress(FileNotFoundError):
-        return _read_name(root)
+        name = _read_name(root)
+        if len(name) == 2 * _NAME_BYTES:  # a crash may leave it short or empty
+            return name
     part = f"{_NAME}.{secrets.token_hex(8)}"
     file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=root)
     try:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_object
-from ropewalk.model_runtime.known_trials import fingerprint
+from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import version_of
 from ropewalk.model_runtime.runner.backends import backend_for, described, multiplies_pairs
@@ -72,7 +73,7 @@ def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
         "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
         # Where the self-check found that a row's bits depend on the batch, threads may, too.
         "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
-        "arithmetic": fingerprint(*_SOURCES),
+        "arithmetic": arithmetic_hash(*_SOURCES),
     }
 
 
@@ -125,6 +126,14 @@ class WeightFiles:
         return found.hexdigest()
 
 
+def hashes_folder(config: EngineConfig) -> Path:
+    """Return the folder of known hashes, made if it can be: that of kv_disk, or of the kernels."""
+    folder = config.kv_disk or kept_folder()
+    with suppress(OSError):  # nothing is kept then
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def _known_in(folder: Path) -> dict[str, Any]:
     try:
         return dict(read_object(folder / _KNOWN) or {})
@@ -133,10 +142,10 @@ def _known_in(folder: Path) -> dict[str, Any]:
 
 
 def _keep(folder: Path, known: dict[str, Any]) -> None:
-    part = folder / f".{_KNOWN}.{os.getpid()}"
+    part = folder / f".{_KNOWN}.{secrets.token_hex(8)}"  # containers share ids of processes
     with suppress(OSError):  # the next start hashes again
         newest = dict(list(known.items())[-_MOST_KNOWN:])
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(file, "w") as text:
             json.dump(newest, text)
         part.replace(folder / _KNOWN)

@@ -137,8 +137,13 @@ class Reader:
                 buffer = self.buffers.take(_LOOK_S)
             if buffer is None:
                 break
-            if fetch.is_given_up or not self._read_page(store, fetch, key, buffer):
-                self.buffers.give(buffer)
+            is_read = False
+            try:
+                is_read = not fetch.is_given_up and self._read_page(store, fetch, key, buffer)
+            finally:
+                if not is_read:
+                    self.buffers.give(buffer)
+            if not is_read:
                 break
             fetch.arrived.append(buffer)
             if fetch.is_given_up:

@@ -30,6 +30,7 @@ _ANSWER_S = 5.0  # until the next bytes; the tier gives a request up long before
 _OTHER_TYPE = "WRONGTYPE"
 _NAME = f"ropewalk:{PAGES}:name"  # of the store itself
 _NAME_BYTES = 16
+_TELLING = 4  # characters of a password in a row that no message may hold
 
 
 class ValkeyStore:
@@ -38,6 +39,7 @@ class ValkeyStore:
     def __init__(self, url: StoreUrl, form: PageFormat) -> None:
         """Prepare; the first command connects."""
         self.form = form
+        self._password = url.password
         self._own_name = secrets.token_bytes(_NAME_BYTES)
         self._prefix = f"ropewalk:{PAGES}:{form.identity.hex()[:IDENTITY_DIGITS]}:"
         tls: dict[str, Any] = {}
@@ -77,6 +79,8 @@ class ValkeyStore:
             raise BadPageError("unreachable") from error
         if not content:
             return False
+        if not isinstance(content, bytes):
+            raise BadPageError("foreign")
         take_page(memoryview(content), self.form, key, into)
         return True
 
@@ -99,14 +103,25 @@ class ValkeyStore:
 
     def look(self) -> Room:
         """Return the memory that the store uses, for whomever. Raises StoreError."""
-        memory = self._asked(lambda: self._client.info("memory"))
-        # The store may have deleted it, so those who know it set it again.
-        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
-        self._own_name = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES - 1))
-        return Room(sys.maxsize, int(memory["used_memory"]), 0, self._own_name.hex())
+        num_bytes = self._asked(self._used_bytes)
+        self._asked(self._agree_on_name)
+        return Room(sys.maxsize, num_bytes, 0, self._own_name.hex())
 
     def reopen(self) -> None:
         """Do nothing: the next command connects."""
+
+    def _used_bytes(self) -> int:
+        memory: Any = self._client.info("memory")
+        return int(memory["used_memory"])
+
+    def _agree_on_name(self) -> None:
+        # The store may have deleted it, so those who know it set it again.
+        self._client.set(_NAME, self._own_name, nx=True)
+        found = self._client.getrange(_NAME, 0, _NAME_BYTES)
+        if isinstance(found, bytes) and len(found) == _NAME_BYTES:
+            self._own_name = found
+        else:  # deleted meanwhile, or no name of ours
+            self._client.set(_NAME, self._own_name)
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
@@ -117,15 +132,22 @@ class ValkeyStore:
             return command()
         except ResponseError as error:
             kind = _OtherTypeError if str(error).startswith(_OTHER_TYPE) else StoreError
-            raise kind(_told(error)) from error
-        except Exception as error:  # a server of another protocol may raise anything in a parser
-            raise StoreError(_told(error)) from error
+            raise kind(self._told(error)) from None  # a traceback would show the whole message
+        except Exception as error:  # noqa: BLE001  # another protocol raises anything in a parser
+            raise StoreError(self._told(error)) from None
+
+    def _told(self, error: Exception) -> str:
+        """Return an error in one line, without its text if that holds a part of the password.
+
+        A server may answer AUTH with the arguments of it, cut off or with escapes.
+        """
+        kind, text = type(error).__name__, " ".join(str(error).split())
+        secret = self._password or ""
+        parts = {secret[at : at + _TELLING] for at in range(max(1, len(secret) - _TELLING + 1))}
+        if secret and any(each in text for each in parts):
+            return f"{kind}, whose text holds a part of the password"
+        return f"{kind}: {text}" if isinstance(error, LookupError | TypeError) else text or kind
 
 
 class _OtherTypeError(StoreError):
     """A value that is no string of bytes has the key of a page."""
-
-
-def _told(error: Exception) -> str:
-    """Return an error in one line; no message of the client holds a password."""
-    return " ".join(str(error).split()) or type(error).__name__

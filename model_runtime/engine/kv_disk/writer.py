@@ -4,6 +4,7 @@ A page is written only if all of its numbers are finite, so no stored page can s
 """
 
 import hashlib
+import math
 import os
 import queue
 import sys
@@ -68,7 +69,7 @@ class Writer:
         self._to_touch: list[tuple[int, bytes]] = []  # depth and key, of one prefix, last one first
         self._touched: dict[bytes, float] = {}  # when, of pages in use
         self._left_bytes = 0  # that may be written before the next look
-        self._looked_s = 0.0
+        self._looked_s = -math.inf
         self._reopens = False  # after a pause, because another disk may be mounted there
         self._wake: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
@@ -114,10 +115,10 @@ class Writer:
         try:
             item = self._queue.get(timeout=0 if self._used or self._to_touch else _LOOK_S)
         except queue.Empty:
-            self._look_if_due()
             item = []
         if item is None:
             return False
+        self._look_if_due()
         if isinstance(item, Copied):
             try:
                 self._write(item)
@@ -154,9 +155,7 @@ class Writer:
         try:
             if store.has(copied.key):
                 return
-            if self._reopens:
-                store.reopen()
-                self._reopens = False
+            self._reopen_after_fault(store)
             if not self._may_write(store):
                 self._counting.page("dropped")
                 return
@@ -207,9 +206,11 @@ class Writer:
 
     def _look_if_due(self, *, is_due: bool = False) -> None:
         store = self.store
-        if store is None or not (is_due or time.monotonic() > self._looked_s + _LOOK_S):
+        is_due = is_due or time.monotonic() > self._looked_s + _LOOK_S
+        if store is None or not is_due or self.pause.is_on:
             return
         try:
+            self._reopen_after_fault(store)
             room = store.look()
         except (OSError, StoreError) as error:
             self._pause(error)
@@ -222,6 +223,11 @@ class Writer:
         place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
         self._counting.holds(room.num_bytes, place)
         self._counting.page("evicted", room.num_evicted)
+
+    def _reopen_after_fault(self, store: PageStore) -> None:
+        if self._reopens:
+            store.reopen()
+            self._reopens = False
 
     def _pause(self, error: Exception) -> None:
         self._reopens = True

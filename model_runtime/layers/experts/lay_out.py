@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertPanels
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, own_panels
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
-from ropewalk.model_runtime.layers.experts.mixture import mixture_of
+from ropewalk.model_runtime.layers.experts.mixture import mixture_of, router_product
 from ropewalk.model_runtime.layers.experts.packed import PackedExperts
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rules_of
 from ropewalk.model_runtime.layers.merged_linear import placeholder
@@ -43,8 +43,7 @@ def pack(model: nn.Module, dtype: torch.dtype) -> None:
             elif experts.down_proj.dtype in DTYPES and not experts.has_post_expert_norm:
                 setattr(block, name, _packed(experts))
         for weight in rules.weights:
-            panels = own_panels(weight.detach().float(), None)
-            rules.products[id(weight)] = RowProducts(panels, weight.shape[1], FLOAT32)
+            rules.products[id(weight)] = router_product(weight, None)
         if len(names) == 1:
             mixture = mixture_of(block, getattr(block, names[0]), rules, dtype)
             block.forward = block.forward if mixture is None else mixture
@@ -52,7 +51,10 @@ def pack(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _spare_router_logits(model: nn.Module) -> None:
-    """Ask for no loss of the routers, which hooks of them collect and serving does not use."""
+    """Unset `output_router_logits` in the configs of the model, in place.
+
+    Hooks of the routers would collect a loss, which serving does not use.
+    """
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "output_router_logits", False):

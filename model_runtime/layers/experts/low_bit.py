@@ -1,7 +1,8 @@
 """The experts of a layer in few bits, as a module of an ordinary model with the widened weights.
 
 The self-check runs it before the experts are packed. It widens one expert at a time, and
-`packed.py` replaces it once the model is patched. Nothing here imports numba before a forward runs.
+`lay_out.py` replaces it once the model is patched. Nothing here imports numba before a forward
+runs.
 
 Shapes: R = rows, C = choices of a row, E = experts, P = panels of an expert, K = inputs,
 N = outputs.

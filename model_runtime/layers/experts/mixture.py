@@ -30,8 +30,9 @@ from ropewalk.model_runtime.layers.experts.packed import PackedExperts
 from ropewalk.model_runtime.layers.experts.routing import RuledForward, Rules
 from ropewalk.model_runtime.probing.equivalence import trial_rows
 
+_INTEGERS = {torch.int32, torch.int64}
 _SCALES = (0.3, 1.0, 2.0, 4.0, 0.0)  # of prescribed logits; in the last row all are equal
-_ROUNDING = 1e-5
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.004}  # of weights, by their number type
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +46,17 @@ class Mixture:
     num_choices: int
     is_normalised: bool
     is_pair: bool  # whether the block returns the weights, too
+    weights_dtype: torch.dtype  # bfloat16: weights are rounded to it
 
     @property
     def num_experts(self) -> int:
         """Return the number of experts, which is that of the router's outputs."""
         return self.experts.num_experts
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the weights of experts are rounded to bfloat16."""
+        return self.weights_dtype == torch.bfloat16
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Compute the block, [..., K] -> [..., N]."""
@@ -60,7 +67,8 @@ class Mixture:
         choice_RC, weights_RC = self._routed(x_RK)
         out = as_tensor(self.experts.multiply(x_RK, choice_RC, weights_RC), x.dtype)
         out = out.view(*x.shape[:-1], -1)
-        return (out, torch.from_numpy(weights_RC)) if self.is_pair else out
+        weights_RC = torch.from_numpy(weights_RC).to(self.weights_dtype)  # exact
+        return (out, weights_RC) if self.is_pair else out
 
     def multiply(self, x_RK: Numbers) -> Any:
         """Compute the block, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
@@ -68,7 +76,10 @@ class Mixture:
 
     def _routed(self, x_RK: Numbers) -> tuple[Any, Any]:
         logits_RE: Any = self.router.multiply(widened(x_RK))
-        return routed(logits_RE, self.num_choices, is_normalised=self.is_normalised)
+        return routed(
+            logits_RE, self.num_choices, is_normalised=self.is_normalised,
+            is_rounded=self.is_rounded,
+        )  # fmt: skip
 
 
 @torch.inference_mode()
@@ -91,17 +102,25 @@ def mixture_of(
     choice_RC, weights_RC, is_pair = seen
     logits_RE = (drawn_RE if bias is None else drawn_RE + bias).numpy()
     for is_normalised in (True, False):
-        found = routed(logits_RE, choice_RC.shape[1], is_normalised=is_normalised)
+        found = routed(
+            logits_RE, choice_RC.shape[1], is_normalised=is_normalised, is_rounded=False
+        )  # fmt: skip
         if _is_same(choice_RC, weights_RC, *map(torch.from_numpy, found)):
             router = rules.products[id(weight)]
             if bias is not None or not isinstance(router, RowProducts):
-                panels = own_panels(weight.detach().float(), bias)
-                router = RowProducts(panels, weight.shape[1], FLOAT32)
+                router = router_product(weight, bias)
             return Mixture(
                 block.forward, experts, experts.gate, router, choice_RC.shape[1],
-                is_normalised, is_pair,
+                is_normalised, is_pair, weights_RC.dtype,
             )  # fmt: skip
     return None
+
+
+def router_product(weight: Tensor, bias: Tensor | None) -> RowProducts:
+    """Return the product of rows and a router's weight, in float32."""
+    product = RowProducts(own_panels(weight.detach().float(), bias), weight.shape[1], FLOAT32)
+    product.compile_parts()
+    return product
 
 
 def _bias_beside(block: nn.Module, weight: Tensor) -> Tensor | None:
@@ -114,13 +133,26 @@ def _bias_beside(block: nn.Module, weight: Tensor) -> Tensor | None:
 
 
 def _is_same(choice_RC: Tensor, weights_RC: Tensor, found_RC: Tensor, other_RC: Tensor) -> bool:
-    """Return whether both have the same experts with equal weights, in any order."""
-    choice_RC, order_RC = choice_RC.sort(-1)
+    """Return whether both have the same experts with equal weights, in any order.
+
+    `other_RC` is not rounded.
+    """
+    choice_RC, order_RC = choice_RC.long().sort(-1)
     found_RC, other_order_RC = found_RC.sort(-1)
     expected_RC = weights_RC.gather(-1, order_RC)
     same_RC = other_RC.gather(-1, other_order_RC)
     return torch.equal(choice_RC, found_RC) and torch.allclose(
-        same_RC, expected_RC, rtol=_ROUNDING, atol=1e-9
+        same_RC, expected_RC.float(), rtol=_ROUNDING[weights_RC.dtype], atol=1e-9
+    )
+
+
+def _is_equal(found: object, expected: Tensor) -> bool:
+    """Return whether a result is a tensor of the same type, shape and values."""
+    return (
+        isinstance(found, Tensor)
+        and found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and torch.equal(found, expected)
     )
 
 
@@ -151,14 +183,25 @@ class _Trial:
         is_pair = isinstance(result, tuple) and len(result) == 2
         out, *others = result if is_pair else (result,)
         is_known = (
-            torch.equal(x.reshape(self._x_RK.shape), self._x_RK)
-            and isinstance(out, Tensor)
-            and torch.equal(out, self._out_RN[None])
-            and all(isinstance(each, Tensor) and torch.equal(each, weights_RC) for each in others)
-            and choice_RC.dim() == 2
-            and weights_RC.dtype == torch.float32
+            self._is_routing(choice_RC, weights_RC)
+            and (_is_equal(x, self._x_RK) or _is_equal(x, self._x_RK[None]))
+            and _is_equal(out, self._out_RN[None])
+            and all(_is_equal(each, weights_RC) for each in others)
         )
         return (choice_RC, weights_RC, is_pair) if is_known else None
+
+    def _is_routing(self, choice_RC: object, weights_RC: object) -> bool:
+        """Return whether these are numbers of experts and a weight for each, row by row."""
+        return (
+            isinstance(choice_RC, Tensor)
+            and isinstance(weights_RC, Tensor)
+            and choice_RC.dtype in _INTEGERS
+            and weights_RC.dtype in _ROUNDING
+            and choice_RC.shape == weights_RC.shape
+            and choice_RC.dim() == 2
+            and len(choice_RC) == len(self._x_RK)
+            and 0 < choice_RC.shape[1] <= self._experts.num_experts
+        )
 
     def _run_experts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self._calls.append((x, top_k_index, top_k_weights))

@@ -12,7 +12,7 @@ often: at rank 8 of 128 in six rows of a hundred. So the model's own code runs u
 Softmax, sums over a row and gathers do not depend on other rows.
 
 The untouched model already runs under these rules, so that the self-check compares models that
-choose the same experts. `packed.py` replaces torch's product by one whose rows do not depend on
+choose the same experts. `lay_out.py` replaces torch's product by one whose rows do not depend on
 each other.
 """
 

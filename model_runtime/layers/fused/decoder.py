@@ -120,9 +120,11 @@ class DecoderLayers:
             for place, each in enumerate(self._instructions)
             if isinstance(each.source, Attend)
         ]
-        self.read_bytes = 0  # of weights that a step of one row reads
+        self.read_bytes = (
+            0  # of weights that the one call reads for one row; the head may not be among them
+        )
         self._trials: dict[Way, PackedProduct] = {}  # one of the kernel's products for each way
-        self._has_head = False  # whether the kernel multiplies by the head, too
+        self.has_head = False  # whether the kernel multiplies by the head, too
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
         sources = [each.source for each in self._instructions]
         self._experts_product = experts_product(sources)
@@ -146,7 +148,7 @@ class DecoderLayers:
         rows = named["logits_to_keep"].numpy()
         is_whole = len(rows) == len(hidden_TE)
         if pruned is None and self._is_one_call(len(hidden_TE), every):
-            with_head = is_whole and self._has_head
+            with_head = is_whole and self.has_head
             result_RC = self._all_at_once(hidden_TE, every, with_head=with_head)
             if with_head:
                 return self._logits(result_RC)
@@ -344,7 +346,7 @@ class DecoderLayers:
         parities = {plan.key_dim % 2 for plan in self._plans.values()}
         if len(set(kinds)) != 1 or len(parities) != 1:
             return
-        self.multiplying, self._has_head = kinds[0], head == kinds[0]
+        self.multiplying, self.has_head = kinds[0], head == kinds[0]
         is_product_O = self._program.fields_OF[:, kernel.CODE] == kernel.PRODUCT
         for place, (product, skinny) in zip(np.flatnonzero(is_product_O), products, strict=True):
             if skinny is None or skinny.multiplying != self.multiplying:

@@ -23,7 +23,13 @@ Factors = tuple[float, float]
 
 
 def stage_widths(mixture: Mixture, itemsize: int) -> tuple[int, int]:
-    """Return the columns of the logits, and of what lies between the products."""
+    """Return the columns of the logits, and of what lies between the products.
+
+    `itemsize`: bytes of a row's number. Raises UntraceableError if panels have other numbers.
+    """
+    packed = [each.packed_Q for each in mixture.experts.panels]
+    if any(each.size and each.itemsize != itemsize for each in packed):
+        raise UntraceableError("has experts of another number type than its rows")
     scale = 4 // itemsize
     between = mixture.num_choices * mixture.experts.num_between
     return scale * mixture.num_experts, scale * between
@@ -47,7 +53,10 @@ def stage_fields(each: Route | Enter | Leave) -> tuple[tuple[Any, ...], Fields, 
     experts, gate = mixture.experts, mixture.gate
     gate_up, down = experts.panels
     matrix = gate_up if isinstance(each, Enter) else down
-    matrix_F = matrix_fields(matrix, mixture.num_choices, gate, is_normalised=mixture.is_normalised)
+    matrix_F = matrix_fields(
+        matrix, mixture.num_choices, gate, is_normalised=mixture.is_normalised,
+        is_rounded=mixture.is_rounded,
+    )  # fmt: skip
     fields = {
         kernel.ADDRESS: matrix_F.ctypes.data,
         kernel.LENGTH: len(matrix_F),

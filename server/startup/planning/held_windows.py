@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.attention.sealed.page_format import seals
+from ropewalk.model_runtime.config import EngineConfig, tier_setting
 from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
 from ropewalk.server.settings.load import ServeSettings
-
-_BELOW = ("kv_disk", "kv_store")  # settings of a tier of pages
 
 
 def planned_groups(
@@ -25,19 +23,14 @@ def planned_groups(
     found = group_layers(windows, shapes, max_len)
     if found == (None, None):
         return found
-    if settings.kv_cache_dtype in FORMATS:
+    if seals(settings.kv_cache_dtype):
         return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
-    below = below_cache(settings)
+    below = tier_setting(settings)
     if below is not None:
         return None, f"pages below the cache hold all layers ({below})"
     if has_states:
         return None, "its other layers keep states"
     return found
-
-
-def below_cache(settings: ServeSettings) -> str | None:
-    """Return the setting that asks for a tier of pages below the cache; None: there is none."""
-    return next((name for name in _BELOW if getattr(settings, name) is not None), None)
 
 
 def padded(token_bytes: int, groups: PageGroups | None) -> int:

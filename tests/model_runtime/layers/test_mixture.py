@@ -1,5 +1,6 @@
 """Compiled mixtures: the rule of a block is found by trial, and its routing is transformers'."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.experts.routing import routed
 from ropewalk.model_runtime.cpu_kernels.experts.stages import unit_edge
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
+    FLOAT32,
+    RowProducts,
+    _taker,
+    own_panels,
+)
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.experts.routing import RuledForward
 from tests.model_runtime.layers.test_experts import (
@@ -20,8 +27,15 @@ from tests.model_runtime.layers.test_experts import (
     packed,
     rows,
 )
+from tests.sampling import sampled
 
-COMPILED = {"qwen3_moe": False, "mixtral": True, "gpt_oss": True, "olmoe": False}  # -> normalised
+COMPILED = {  # -> normalised
+    "qwen3_moe": False, "mixtral": True, "gpt_oss": True, "olmoe": False, "granitemoe": True,
+    "granitemoe_swa": True, "granitemoeshared": True, "cohere2_moe": True,
+}  # fmt: skip
+# Those whose weights have the number type of rows.
+ROUNDED = {"granitemoe", "granitemoe_swa", "granitemoeshared", "cohere2_moe"}
+CASES = [(architecture, dtype) for dtype in reversed(DTYPES) for architecture in COMPILED]
 # Groups and a bias of the choice; a shared expert; a multiplier of the weights.
 OTHERS = ("deepseek_v3", "qwen2_moe", "afmoe")
 
@@ -31,8 +45,9 @@ def mixture_in(block: Any) -> Any:
     return vars(block)["forward"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", COMPILED)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), sampled(CASES, fixed=[CASES[0], CASES[4]], drawn=4), ids=str
+)
 def test_a_compiled_block_answers_as_its_own_code(architecture: str, dtype: torch.dtype) -> None:
     """transformers computes the reference in float64; the block's own code runs by its rules."""
     block = block_of(architecture, dtype)
@@ -41,6 +56,8 @@ def test_a_compiled_block_answers_as_its_own_code(architecture: str, dtype: torc
     mixture = mixture_in(block)
     assert isinstance(mixture, Mixture)
     assert mixture.is_normalised is COMPILED[architecture]
+    is_rounded = architecture in ROUNDED and dtype == torch.bfloat16
+    assert mixture.is_rounded is is_rounded
     found, own, wide = (call(given[None]) for call, given in (
         (block, x), (mixture.ruled, x), (exact, x.double()),
     ))  # fmt: skip
@@ -87,6 +104,52 @@ def test_the_trial_leaves_nothing_behind() -> None:
         assert "forward" not in vars(block.experts)
 
 
+class _Cast(nn.Module):
+    """A router whose choice or weights another rule gives."""
+
+    def __init__(self, own: nn.Module, cast: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.own, self.cast = own, cast
+
+    def forward(self, x: Tensor) -> Any:
+        logits, weights, choice = self.own(x)
+        return logits, *self.cast(weights, choice)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda weights, choice: (weights.double(), choice),
+        lambda weights, choice: (weights, choice.double()),
+        lambda weights, choice: (weights, choice.tolist()),
+        lambda weights, choice: (weights[:, :2], choice),
+        lambda weights, choice: (weights[0], choice[0]),
+        lambda weights, choice: (weights[:0], choice[:0]),
+    ],
+    ids=["double weights", "double choice", "list", "fewer weights", "one row", "no row"],
+)
+def test_results_of_other_types_or_shapes_keep_the_own_code(cast: Any) -> None:
+    """The trial raises nothing."""
+    block = block_of("qwen3_moe", torch.float32)
+    block.gate = _Cast(block.gate, cast)
+    assert isinstance(mixture_in(packed(block)), RuledForward)
+
+
+def test_threads_of_a_router_compile_nothing_later() -> None:
+    """A warm-up has 32 rows, and a prompt of many rows is the first that threads share."""
+    packed(block_of("qwen3_moe", torch.bfloat16))
+    assert _taker(FLOAT32.multiply).signatures
+    before = len(_taker(FLOAT32.multiply).signatures)
+    many = RowProducts(own_panels(torch.ones(128, 1024), None), 1024, FLOAT32)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        many(torch.ones(512, 1024))
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert len(_taker(FLOAT32.multiply).signatures) == before
+
+
 def expected_routing(logits_RE: Tensor, num: int, *, is_normalised: bool) -> tuple[Any, Tensor]:
     """Choices by a stable sort, and weights in float64."""
     choice_RC = torch.sort(logits_RE, descending=True, stable=True).indices[:, :num]
@@ -108,10 +171,15 @@ def test_routing_is_a_stable_choice_and_a_softmax(*, is_normalised: bool) -> Non
         drawn[21] *= 60
         drawn[22:25] = drawn[:1]
         for num in {1, min(4, num_experts), num_experts}:
-            choice_RC, weights_RC = routed(drawn.numpy(), num, is_normalised=is_normalised)
+            rule = {"is_normalised": is_normalised}
+            choice_RC, weights_RC = routed(drawn.numpy(), num, **rule, is_rounded=False)
             expected = expected_routing(drawn, num, is_normalised=is_normalised)
             assert np.array_equal(choice_RC, expected[0].numpy())
             np.testing.assert_allclose(weights_RC, expected[1].numpy(), rtol=1e-5, atol=1e-37)
+            again_RC, rounded_RC = routed(drawn.numpy(), num, **rule, is_rounded=True)
+            assert np.array_equal(again_RC, choice_RC)
+            in_bfloat16 = torch.from_numpy(weights_RC).bfloat16().float()
+            assert np.array_equal(rounded_RC, in_bfloat16.numpy())
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -124,10 +192,11 @@ def test_a_row_with_nan_has_experts_that_exist_and_weights_of_nan(
     drawn = clean.clone()
     for expert in range(8):
         drawn[expert, expert] = bad
-    choice_RC, weights_RC = routed(drawn.numpy(), 3, is_normalised=is_normalised)
+    rule = {"is_normalised": is_normalised, "is_rounded": False}
+    choice_RC, weights_RC = routed(drawn.numpy(), 3, **rule)
     assert all(len({*row}) == 3 and 0 <= min(row) <= max(row) < 8 for row in choice_RC.tolist())
     assert np.isnan(weights_RC[:8]).any(-1).all()
-    last = routed(clean[8:].numpy(), 3, is_normalised=is_normalised)
+    last = routed(clean[8:].numpy(), 3, **rule)
     assert np.array_equal(choice_RC[8:], last[0])
     assert np.array_equal(weights_RC[8:], last[1])
 

@@ -4,6 +4,7 @@ Pages that no query reads hold NaN, as they may once another sequence has them.
 """
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,13 +24,28 @@ from ropewalk.model_runtime.scheduling.sequence import HOLE
 from ropewalk.rope import Profile, ReRope, Sinks, Unscaled
 from tests.engines import tiny_checkpoint
 from tests.recorded_runners import Again
+from tests.sampling import sampled
 from tests.tiny_models import VOCAB_SIZE
 
 PAGE, WINDOW, NUM = 8, 24, 20  # NUM: pages of positions of a sequence
 CONFIG = EngineConfig(kv_cache_tokens=4 * NUM * PAGE, max_model_len=NUM * PAGE, page_size=PAGE)
 GROUPS = PageGroups(((3,), (0,), (1,), (2,)), (None, *[WINDOW] * 3))
 STEPS = [range(40), range(40, 41), range(41, 97), range(97, 98), range(98, 99), range(99, 104)]
+# All layers of the second model read a window, so they are one group, whose table has holes.
+MODELS = {"gemma3_text": GROUPS, "mistral": PageGroups(((0, 1, 2, 3),), (WINDOW,))}
 METHODS = [None, ReRope(20), Sinks(4, 30)]
+# Sinks are not served where layers rotate otherwise.
+SERVED = [each for each in product(MODELS, METHODS) if each != ("gemma3_text", METHODS[2])]
+# Interpreted kernels are slow, so few of their cases are drawn.
+CASES = sampled(
+    [(kind, *each) for kind in ("device", "torch", "triton") for each in SERVED],
+    fixed=[(kind, name, None) for kind in ("device", "torch") for name in MODELS],
+)
+# The CPU's lists of ranges are made for each step, so its recorded steps have no method.
+RECORDED = sampled(
+    [*(("device", name, None) for name in MODELS), *(("triton", *each) for each in SERVED)],
+    fixed=2,
+)
 
 
 class Pages:
@@ -81,29 +97,41 @@ def logits(runner: ModelRunner, method: object) -> list[Tensor]:
 
 
 def runner_of(
-    groups: PageGroups | None, method: object, backend: type[Backend] | None = None
+    groups: PageGroups | None,
+    method: object,
+    backend: type[Backend] | None = None,
+    name: str = "gemma3_text",
 ) -> ModelRunner:
-    """A runner of a tiny Gemma 3."""
-    checkpoint = tiny_checkpoint("gemma3_text")
+    """A runner of a tiny model; one page more than its sequences need."""
     config = EngineConfig(
-        kv_cache_tokens=CONFIG.kv_cache_tokens,
+        kv_cache_tokens=CONFIG.kv_cache_tokens + PAGE,
         max_model_len=CONFIG.max_model_len,
         page_size=PAGE,
         page_groups=groups,
     )
     profile = Profile(Unscaled(), positions=method)  # type: ignore[arg-type]
     make = partial(ModelRunner, backend=backend) if backend else ModelRunner
-    return build_runner(checkpoint, config, [profile], make)
+    return build_runner(tiny_checkpoint(name), config, [profile], make)
 
 
-@pytest.mark.parametrize("method", METHODS[:2], ids=str)
-@pytest.mark.parametrize("backend", [None, TorchAttention])
-def test_logits_have_the_bits_of_pages_of_all_layers(
-    backend: type[Backend] | None, method: object
-) -> None:
+def backend_of(kind: str) -> type[Backend] | None:
+    """The class of a backend; None: that of the device."""
+    if kind == "triton":
+        pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+        if torch.cuda.is_available():
+            pytest.skip("kernels are not interpreted here")
+        from ropewalk.model_runtime.gpu.backend import TritonAttention
+
+        return TritonAttention
+    return TorchAttention if kind == "torch" else None
+
+
+@pytest.mark.parametrize(("kind", "name", "method"), CASES, ids=str)
+def test_logits_have_the_bits_of_pages_of_all_layers(kind: str, name: str, method: object) -> None:
     """Prompts, decodes and both, with a call a layer and with one call a step."""
-    expected = logits(runner_of(None, method, backend), method)
-    found = logits(runner_of(GROUPS, method, backend), method)
+    backend = backend_of(kind)
+    expected = logits(runner_of(None, method, backend, name), method)
+    found = logits(runner_of(MODELS[name], method, backend, name), method)
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
     assert all(bool(each.isfinite().all()) for each in found)
 
@@ -129,33 +157,17 @@ def test_sinks_in_some_layers_and_windows_in_others(backend: type[Backend] | Non
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
-def test_the_gpus_kernels_read_groups_alike() -> None:
-    """Interpreted; prompts and decodes, and recorded decode steps."""
-    pytest.importorskip("triton", reason="triton is for Linux on x86-64")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are not interpreted here")
-    from ropewalk.model_runtime.gpu.backend import TritonAttention
-
-    expected = logits(runner_of(None, None, TritonAttention), None)
-    runner = runner_of(GROUPS, None, TritonAttention)
-    plain = logits(runner, None)
-    assert all(torch.equal(*each) for each in zip(plain, expected, strict=True))
-
-
-def test_recorded_steps_follow_the_tables_of_all_groups() -> None:
+@pytest.mark.parametrize(("kind", "name", "method"), RECORDED, ids=str)
+def test_recorded_steps_follow_the_tables_of_all_groups(
+    kind: str, name: str, method: object
+) -> None:
     """A recorded step reads fixed places, where each group has a page table and pages."""
-    config = EngineConfig(
-        kv_cache_tokens=CONFIG.kv_cache_tokens + PAGE,
-        max_model_len=CONFIG.max_model_len,
-        page_size=PAGE,
-        page_groups=GROUPS,
-    )
-    checkpoint = tiny_checkpoint("gemma3_text")
-    profile = Profile(Unscaled())
-    expected = logits(build_runner(checkpoint, config, [profile]), None)
-    runner, record = build_runner(checkpoint, config, [profile]), Again()
-    runner.capture_graphs(CONFIG.max_model_len, 2, CONFIG.num_pages * 4, record)
-    found = logits(runner, None)
+    backend, groups = backend_of(kind), MODELS[name]
+    expected = logits(runner_of(None, method, backend, name), method)
+    runner, record = runner_of(groups, method, backend, name), Again()
+    spare_page = CONFIG.num_pages * groups.num_groups
+    runner.capture_graphs(CONFIG.max_model_len, 2, spare_page, record)
+    found = logits(runner, method)
     assert record.num_replayed
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

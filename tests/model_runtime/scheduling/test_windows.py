@@ -229,7 +229,11 @@ def test_a_reservation_does_not_count_on_shared_pages_of_a_window() -> None:
 
 
 def test_pages_are_evicted_from_the_end_in_all_groups_alike() -> None:
-    """The last positions go first, of every group, so that the beginning stays of use."""
+    """The last positions go first, of every group, so that the beginning stays of use.
+
+    A group with a window needs the last pages before a hit. If one of them is evicted, and no
+    earlier window is known, then nothing of the prompt is reused.
+    """
     plan = Scheduler(config_of(MIXED, 40))
     windows = grouped(MIXED).windows
     one = sequence(41)

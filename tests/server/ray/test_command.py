@@ -40,10 +40,11 @@ def test_the_metrics_page_has_each_server_once(fleet: Server) -> None:
 
 
 def test_a_server_refuses_requests_that_do_not_come_through_the_router(fleet: Server) -> None:
-    """Its port is open to the node's network, unlike that of the router, perhaps."""
+    """On a cluster of this machine its port is on loopback."""
     wait_for_replicas(fleet, 2)
     (server, *_) = servers_of(fleet)
-    for port in _listening_ports(server):
+    for address, port in _listening(server):
+        assert address == "0100007F", "only this machine reaches it"
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=30)
@@ -53,8 +54,8 @@ def test_a_server_refuses_requests_that_do_not_come_through_the_router(fleet: Se
     assert httpx.post(f"{fleet.url}/v1/completions", json=through, timeout=30).status_code == 200
 
 
-def _listening_ports(pid: int) -> set[int]:
-    """TCP ports that a process listens on."""
+def _listening(pid: int) -> set[tuple[str, int]]:
+    """TCP addresses, as /proc has them, and ports that a process listens on."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -63,14 +64,15 @@ def _listening_ports(pid: int) -> set[int]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    ports = set()
+    found = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    assert ports
-    return ports
+                address, _, port = fields[1].rpartition(":")
+                found.add((address, int(port, 16)))
+    assert found
+    return found
 
 
 def test_sigterm_lets_streams_end_and_leaves_no_process() -> None:

@@ -285,3 +285,16 @@ def test_an_evicted_page_is_cheap_if_a_shared_place_has_it() -> None:
         choice.ended("old")
         costs.append(choice.cost(prompt_of(2, 4), "full") - prompt_of(2, 4).num_tokens)
     assert costs == pytest.approx([4 * PAGE_SIZE, 0.4 * PAGE_SIZE])
+
+
+def test_few_places_are_remembered_that_no_replica_has_any_more() -> None:
+    """An upgrade of a fleet makes new places. One that comes back soon is known."""
+    choice = ReplicaChoice()
+    for number in range(100):
+        choice.update({"a": 4}, {"a": f"place {number}"})
+        assert len(choice._places) <= 9
+    asked = prompt_of(1, 4)
+    choice.routed("first", asked, "a")
+    choice.update({})
+    choice.update({"b": 4}, {"b": "place 99"})
+    assert choice.cost(asked, "b") < asked.num_tokens

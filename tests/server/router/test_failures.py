@@ -51,7 +51,7 @@ def namespace() -> Iterator[tuple[str, str, str]]:
     """
     number = uuid.uuid4().int
     name, host, inside = (f"rw{each}{number % 0xFFFFFF:06x}" for each in ("n", "h", "i"))
-    subnet = f"10.{200 + number % 50}.{number // 50 % 250}"
+    subnet = f"198.{18 + number % 2}.{number // 2 % 256}"  # for tests of networks (RFC 2544)
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("a network namespace needs root and iproute2")
     try:

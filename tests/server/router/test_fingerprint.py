@@ -1,6 +1,5 @@
 """Servers that serve something else under the same names take no requests."""
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
+from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.server.api.fingerprint import AskedFingerprint, Fingerprint
-from ropewalk.server.router.facts import Facts, difference, facts_of
+from ropewalk.server.api.fingerprint import Fingerprint
+from ropewalk.server.router.facts import Facts, difference, facts_of, why_none_goes_on
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup import fingerprint
+from ropewalk.server.startup.load_service import load_service
 from tests.processes import Server, running_server, without_replicas
 from tests.server.router.test_route import FLAGS, KEY, metric, routed, until
 
@@ -49,7 +53,6 @@ def test_other_weights_and_number_types_are_refused(tmp_path: Path) -> None:
         running_server(*FLAGS, "--dtype", "bfloat16") as other_type,
     ):
         servers = (first, second, other_weights, other_type)
-        assert "fingerprint" not in listing(first, with_key=False), "no router has asked"
         told = [listing(each) for each in servers]
         prints = [each.pop("fingerprint") for each in told]
         arithmetic = [each.pop("arithmetic") for each in told]
@@ -109,25 +112,21 @@ def test_the_difference_names_listing_or_fingerprint() -> None:
     assert difference(one.served, Facts("b").served)[0] == "listing"
 
 
-@pytest.mark.parametrize("is_gone", [True, False])
-def test_a_fingerprint_is_made_once_and_when_it_is_asked_for(*, is_gone: bool) -> None:
-    """All who ask while it is made get the same one; none if the weights' files are gone."""
-    num_made = 0
+def test_a_load_ends_without_a_service_if_the_weights_cannot_be_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start anew is better than a server that no router takes."""
 
-    def make() -> Fingerprint:
-        nonlocal num_made
-        num_made += 1
-        if is_gone:
-            raise FileNotFoundError("model.safetensors")
-        return Fingerprint("model", "arithmetic")
+    def fail(*_: object) -> Fingerprint:
+        raise ChangedError("model.safetensors has changed since it was loaded")
 
-    async def ask() -> None:
-        asked = AskedFingerprint(make)
-        assert asked.known is None
-        assert not num_made
-        found = await asyncio.gather(asked.made(), asked.made())
-        assert found == [None if is_gone else Fingerprint("model", "arithmetic")] * 2
-        assert await asked.made() == asked.known == found[0]
+    monkeypatch.setattr(fingerprint, "make_fingerprint", fail)
+    with pytest.raises(ModelError, match=r"hashed for router_key: model\.safetensors has changed"):
+        load_service(load_settings({"router_key": KEY}))
 
-    asyncio.run(ask())
-    assert num_made == 1
+
+def test_a_stream_that_cannot_go_on_elsewhere_is_told_why() -> None:
+    begun = Facts("a", ("f",), ("x",))
+    assert "another processor" in why_none_goes_on(begun, [Facts("a", ("f",), ("y",))])
+    assert why_none_goes_on(begun, [Facts("a", ("f",), ("y",)), begun]) == "No server is ready."
+    assert why_none_goes_on(begun, []) == "No server is ready."

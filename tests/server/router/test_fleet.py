@@ -12,15 +12,18 @@ import structlog
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.fleet import Fleet
-from ropewalk.server.router.upstream import Exchange, LostError, Pool
+from ropewalk.server.router.upstream import Exchange, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 from tests.server.router.other_server import OtherServer, other_server
 
+KEY = "a-key-of-the-router"
 NOTHING = PromptPages(0, 32, ())
 
 
 @asynccontextmanager
-async def watched(*urls: str, silence_s: float = 5.0) -> AsyncIterator[Fleet]:
+async def watched(
+    *urls: str, silence_s: float = 5.0, router_key: str | None = None
+) -> AsyncIterator[Fleet]:
     """A fleet that looks every twentieth of a second."""
     fleet = Fleet(
         RouteSettings(
@@ -28,6 +31,7 @@ async def watched(*urls: str, silence_s: float = 5.0) -> AsyncIterator[Fleet]:
             resolve_seconds=0.05,
             check_seconds=0.05,
             silence_seconds=silence_s,
+            router_key=router_key,
         )
     )
     running = asyncio.ensure_future(fleet.run())
@@ -108,6 +112,63 @@ def test_the_majority_decides_what_is_served() -> None:
                         expected = {each.url for each in servers[1:]}
                     await until(lambda wanted=expected: {*fleet.choice.replicas} == wanted)
                 assert len(fleet.usable) == 3
+
+    run(test)
+
+
+def test_a_doubtful_server_keeps_its_vote_until_it_is_asked() -> None:
+    """Else one broken connection would change over to the other version."""
+
+    async def test() -> None:
+        with other_server() as first, other_server() as second:
+            listing(first, "old")
+            async with watched(first.url) as fleet:
+                await until(lambda: bool(fleet.usable))
+                listing(second, "new")
+                host, _, port = second.url.removeprefix("http://").partition(":")
+                fleet.tell([Target(host, int(port), f"{host}:{port}")])
+                await until(lambda: fleet.refused()["listing"] == 1)
+                agreed = fleet.agreed
+                fleet.doubt(fleet.servers[first.url], "a connection broke")
+                assert fleet.agreed == agreed
+                assert not fleet.usable
+                await until(lambda: [each.name for each in fleet.usable] == [first.url])
+                first.is_ready = False
+                await until(lambda: [each.name for each in fleet.usable] == [second.url])
+
+    run(test)
+
+
+def test_one_server_that_refuses_a_client_hides_the_metrics_of_all() -> None:
+    """Another one may be open, but sums and labels tell of both."""
+
+    async def test() -> None:
+        with other_server() as first, other_server() as second:
+            first.metrics_status = 200
+            async with watched(first.url, second.url) as fleet:
+                await until(lambda: len(fleet.usable) == 2)
+                assert await fleet.collect([])
+                second.metrics_status = 401
+                assert not await fleet.collect([])
+
+    run(test)
+
+
+def test_servers_that_compute_differently_are_logged_once() -> None:
+    async def test() -> None:
+        with (
+            other_server() as first,
+            other_server() as second,
+            structlog.testing.capture_logs() as lines,
+        ):
+            for each in (first, second):
+                entry = {"id": "a", "fingerprint": "f", "arithmetic": each.url}
+                each.models = {"object": "list", "data": [entry]}
+            async with watched(first.url, second.url, router_key=KEY) as fleet:
+                await until(lambda: len(fleet.usable) == 2)
+                fleet.doubt(fleet.servers[first.url], "a connection broke")
+                await until(lambda: len(fleet.usable) == 2)
+        assert [each["event"] for each in lines].count("servers_compute_differently") == 1
 
     run(test)
 
@@ -206,6 +267,6 @@ def test_a_server_whose_fingerprint_is_not_there_yet_is_told_of() -> None:
                 assert not any(fleet.refused().values())
         told = [each["why"] for each in lines if each["event"] == "server_refused"]
         assert len(told) == 1
-        assert "weights" in told[0]
+        assert "/v1/models does not answer" in told[0]
 
     run(test)

@@ -35,6 +35,11 @@ def stats_of(of: Metrics) -> dict[str, Any]:
     return found
 
 
+def changed(of: Metrics, **fields: float) -> bytes:
+    """The answer of /stats with some other numbers."""
+    return json.dumps({**stats_of(of), **fields}).encode()
+
+
 def by_labels(stats: dict[str, Any]) -> dict[str, Any]:
     """The same, whatever the order of the requests; sums are rounded."""
     stats["requests"] = sorted(map(json.dumps, stats["requests"]))
@@ -56,6 +61,7 @@ def test_counts_are_those_of_one_server_with_all_the_work() -> None:
         noted(fleet, address, one)
     fleet.end("b")
     found, expected = json.loads(fleet.render(("a", "c"))), stats_of(whole)
+    del expected["start_time_seconds"]  # there are several
     assert found.pop("kv_cache_tokens") == 2 * expected.pop("kv_cache_tokens")
     assert by_labels(found) == by_labels(expected)
 
@@ -71,6 +77,40 @@ def test_queue_and_cache_are_of_the_servers_that_take_requests() -> None:
     assert (both["requests_running"], both["requests_waiting"]) == (3, 30)
     assert both["kv_cache_usage_ratio"] == pytest.approx(0.375)
     assert (first["requests_running"], first["kv_cache_usage_ratio"]) == (1, 0.25)
+
+
+def test_an_answer_that_was_overtaken_is_left_out() -> None:
+    """It has smaller counts of the same process, and is no new one."""
+    fleet, one = FleetStats(), metrics()
+    fleet.note("a", changed(one, prompt_tokens=9, generated_tokens=20))
+    fleet.note("a", changed(one, prompt_tokens=9, generated_tokens=19))
+    fleet.note("a", changed(one, prompt_tokens=10, generated_tokens=20))
+    found = json.loads(fleet.render(("a",)))
+    assert (found["prompt_tokens"], found["generated_tokens"]) == (10, 20)
+
+
+def test_a_new_process_counts_beside_the_old_one_even_with_larger_counts() -> None:
+    """Its start tells it."""
+    fleet, one = FleetStats(), metrics()
+    fleet.note("a", changed(one, prompt_tokens=9, start_time_seconds=1.0))
+    fleet.note("a", changed(one, prompt_tokens=10, start_time_seconds=2.0))
+    assert json.loads(fleet.render(("a",)))["prompt_tokens"] == 19
+
+
+def test_servers_with_other_context_buckets_are_left_out() -> None:
+    """Their histograms cannot be added; the servers that take requests decide."""
+    fleet, other = FleetStats(), metrics()
+    config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64)
+    longer = Metrics(MetricFactory(), (64, 128, 256), config, ())
+    work(other, 1)
+    work(longer, 3)
+    noted(fleet, "gone", other)
+    fleet.end("gone")
+    noted(fleet, "before", other)
+    noted(fleet, "now", longer)
+    found, expected = json.loads(fleet.render(("now",))), stats_of(longer)
+    del expected["start_time_seconds"]
+    assert by_labels(found) == by_labels(expected)
 
 
 def test_another_answer_is_refused() -> None:

@@ -1,10 +1,14 @@
 """A second run's events against those of the first, by the events of a stream."""
 
+import asyncio
 import json
 import random
+from contextlib import suppress
 
 import pytest
 
+from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.forward import Asked, Forwarder
 from ropewalk.server.router.replay import (
     DivergedError,
     EventSplitter,
@@ -12,6 +16,9 @@ from ropewalk.server.router.replay import (
     events_in,
     tells_failure,
 )
+from ropewalk.server.router.route_metrics import RouteMetrics
+from ropewalk.server.router.text_pages import NO_PAGES
+from ropewalk.server.settings.route_settings import RouteSettings
 
 
 def event(text: str, **fields: object) -> bytes:
@@ -117,3 +124,29 @@ def test_failures_of_a_server_are_told_from_those_of_a_request() -> None:
         told = failure.replace(b'error": {', b'error": {"message": "of output_not_read", ')
         assert tells_failure(told), "the message is not the code"
     assert list(events_in(b"".join(failures))) == failures
+
+
+def test_events_that_a_cancelled_send_has_not_written_are_not_the_clients() -> None:
+    """Else a number of the error event behind them would tell of a hole."""
+
+    async def test() -> None:
+        settings = RouteSettings(servers=("http://127.0.0.1:1",))
+        forwarder = Forwarder(settings, Fleet(settings), RouteMetrics())
+        asked = Asked("a", "POST", "/v1/responses", [], b"", NO_PAGES, None, has_events=True)
+        is_blocked = asyncio.Event()
+
+        async def send(_: bytes) -> None:
+            if is_blocked.is_set():
+                await asyncio.Event().wait()
+
+        event = b"data: 1\n\n"
+        await forwarder._send_new(asked, event, send, is_again=False)
+        is_blocked.set()
+        sending = asyncio.ensure_future(forwarder._send_new(asked, event, send, is_again=False))
+        await asyncio.sleep(0)
+        sending.cancel()
+        with suppress(asyncio.CancelledError):
+            await sending
+        assert asked.sent.num_events() == 1
+
+    asyncio.run(test())

@@ -39,8 +39,10 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 _OF_THE_ROUTER = {
     *("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "max_connections"),
     "playground",
+    *("max_headers", "max_header_bytes", "router_key", "router_only"),
     *ReplicaSettings.model_fields,
 }
+_WIDER = {"max_connections", "playground", "max_headers", "max_header_bytes"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))
@@ -116,7 +118,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
     sent = SentSettings.of(found, "a-key-of-the-router")
     assert json.loads(json.dumps(sent.stated)) == sent.stated
     behind = load_settings(sent.stated)
-    if name in sent.stated and name not in ("max_connections", "playground"):
+    if name in sent.stated and name not in _WIDER:
         assert getattr(behind, name) == getattr(found, name), "a server on Ray has the setting"
     else:
         field = ServeSettings.model_fields[name]
@@ -147,6 +149,10 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ("{1: 2, true: 3}", "cannot be used: line 1, column 2: a name must be text, got 1$"),
         ("rope_scaling: {yes: 3}", "line 1, column 16: a name must be text, got yes$"),
         ("? [a]\n: 1", "a name must be text, got a list"),
+        (
+            "replicas: 2\nrouter_key: a-key-of-the-router",
+            "router_key and router_only are for .* give them or replicas, got 2 replicas$",
+        ),
         ("max_replicas: 3", "max_replicas needs replicas, got 3$"),
         ("replicas: 4\nmax_replicas: 3", r"max_replicas must be >= replicas \(4\), got 3$"),
         ("a: &a {b: 1}\nc: {<<: *a}", r"line 2, column 5: merge keys \(<<\) are not supported, w"),

@@ -1,11 +1,13 @@
 """The cache format that is suggested if a context does not fit the memory."""
 
+import json
 import re
 
 import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.format_advice import format_advice
 from ropewalk.studies.doctor.model import check_model
 
 # The embedded model keeps 2,048 tokens of 4,096 bytes in float32: 8 MiB. Sealed pages also need an
@@ -90,3 +92,38 @@ def test_config_check_and_doctor_tell_it_in_one_line() -> None:
     told = f"a context of {LONGEST} tokens fits with kv_cache_dtype: bfloat16"
     assert f"    does not fit   {told}" in outlook_lines(settings, outlook)
     assert check_model(settings, is_loaded_next=False).action == told
+
+
+def test_fewer_sequences_alone_are_suggested_if_that_suffices() -> None:
+    """The format with the most loss stays."""
+    size = {"kv_cache_gib": str(1.7 / 1024), "max_num_seqs": "4", "kv_cache_dtype": "int4"}
+    assert advice(**size) == f"a context of {LONGEST} tokens fits with max_num_seqs: 1"
+    assert advice(**{**size, "max_num_seqs": "1"}) is None
+
+
+def test_no_format_is_suggested_for_a_cache_that_is_sized_in_tokens() -> None:
+    """It holds as many of any format, so a format would be lossy for nothing."""
+    assert advice(kv_cache_tokens="256") is None
+
+
+def test_a_format_that_holds_no_more_is_not_suggested() -> None:
+    """Nor is bfloat16 where it rounds nothing. All settings have one plan here."""
+    settings = load_settings({**SMALL_STEP, "kv_cache_gib": str(1.2 / 1024)})
+    plan = outlook_of(settings).plan
+    held = max(each.max_len for each in plan.deployments)
+    assert format_advice(settings, LONGEST, held, lambda _: plan) is None
+    assert format_advice(settings, held, held - 64, lambda _: plan) == (
+        f"a context of {held} tokens fits with kv_cache_dtype: int8"
+    )
+
+
+def test_the_advice_after_several_lines_is_a_line_of_its_own() -> None:
+    """It is not about the last of them alone."""
+    entry = {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "max_model_len": 2000}
+    deployments = [{"name": name, **entry} for name in ("a", "b")]
+    given = {**SMALL_STEP, "kv_cache_gib": str(2.7 / 1024), "deployments": json.dumps(deployments)}
+    with pytest.raises(SettingsError) as found:
+        outlook_of(load_settings(given))
+    *problems, last = str(found.value).split("\n")
+    assert len(problems) == 2
+    assert last == "a context of 2000 tokens fits with kv_cache_dtype: int8"

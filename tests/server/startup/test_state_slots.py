@@ -109,7 +109,7 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     assert any("states" in line and "9 slots" in line for line in lines)
     assert any("drafts           up to 15 tokens if" in line for line in lines)
     deployments = plan_deployments(settings, outlook.outline.native())
-    costs = costs_of(outlook.outline, deployments, 64, None)
+    costs = costs_of(outlook.outline, deployments, 64, None, max_chunk=512)
     assert costs.state_bytes == bytes_per_state(outlook.outline.states())
     assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))
 

@@ -10,6 +10,7 @@ from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumber
 from ropewalk.rope import NativeRope, native_rope
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.banner_lines import describe
+from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
@@ -144,12 +145,14 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     )
     settings = load_settings({"rope_scaling": PLAIN})
     deployments = plan_deployments(settings, outline.native())
-    costs = costs_of(outline, deployments, 16, None, max_chunk=64)
+    shapes = outline.layers()
+    found = planned_groups(settings, outline.windows(), shapes, 4096, has_states=False)
+    costs = costs_of(outline, deployments, 16, None, max_chunk=64, windows=found)
     assert costs.kv_windows == "of 4 layers 3 keep 24 tokens"
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
     page_bytes = 16 * costs.kv_bytes_per_token // 4
     assert costs.longest_context_bytes == (4096 // 16 + 3 * (-(-(24 + 64) // 16) + 2)) * page_bytes
     assert "1.09 MiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
-    whole = costs_of(outline, deployments, 16, None)
+    whole = costs_of(outline, deployments, 16, None, max_chunk=64)
     assert whole.kv_windows is None
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token

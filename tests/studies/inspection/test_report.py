@@ -121,6 +121,11 @@ def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     assert "not scaled       layers of type sliding_attention keep their own table" in ended.stdout
     assert "512 bytes a token: 4 layers x 2 heads x (16 + 16) in bfloat16" in ended.stdout
+    disk = f"kv_disk: {tmp_path / 'disk'}\nkv_disk_gib: 1\n"
+    (tmp_path / "settings.yaml").write_text(f"kv_cache_dtype: int8\n{disk}")
+    costs = inspect(str(tmp_path), "--config", str(tmp_path / "settings.yaml"))["costs"]
+    assert costs["kv_stage_bytes"] > 0
+    assert costs["kv_windows_not_held"] == "kv_cache_dtype is int8"
 
 
 def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """A real store on the network: the same bits and the same promises as with a folder."""
 
+import json
+import os
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import pytest
 import structlog
 from valkey import Valkey
 
-from ropewalk.model_runtime.engine.kv_disk import reader
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk import identity, reader
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder, own_name
 from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.store_url import parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.valkey_store import ValkeyStore
@@ -181,59 +181,20 @@ def test_a_wrong_value_is_a_miss_and_replaced(
     assert client.get(name) == whole
 
 
-@contextmanager
-def answering(answer_of: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that speaks no protocol of ours; the address of it as a store."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    client, _ = listener.accept()
-                except OSError:  # closed
-                    return
-                with client:
-                    answer_of(client)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"valkey://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def nothing(client: socket.socket) -> None:
-    """Close at once."""
-
-
-def http(client: socket.socket) -> None:
-    client.recv(100)
-    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-
-def no_numbers(client: socket.socket) -> None:
-    """A length that is none, and bytes that are no text."""
-    client.recv(100)
-    client.sendall(b"$\xff\xfe\r\n-\xff\r\n")
-
-
-@pytest.mark.parametrize("answer_of", [nothing, http, no_numbers])
-def test_a_place_that_is_no_store_is_a_miss_and_a_pause(
-    engines: EngineFactory, checkpoint: Checkpoint, answer_of: Callable[[socket.socket], None]
+@pytest.mark.parametrize("given", [b"", b"short", b"longer than sixteen bytes"])
+def test_a_damaged_name_of_a_place_is_made_anew(
+    store: RunningStore, client: Any, tmp_path: Path, given: bytes
 ) -> None:
-    """Reads and writes have one line each, however many requests come."""
-    expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
-    with answering(answer_of) as url, structlog.testing.capture_logs() as logs:
-        server = Server(engines, checkpoint, url)
-        assert server.ask(asked(checkpoint)) == (expected, 0)
-        for number in range(1, 4):
-            server.ask(asked(checkpoint, number, max_tokens=1))
-        server.stop()
-    assert sorted(what for what, _ in pauses(logs)) == ["reads", "writes"]
-    assert server.disk.sum.bad_files == {"unreachable": 1}
-    assert set(server.pages) == {"dropped"}
+    """In a store and in a folder."""
+    form = PageFormat(bytes(32), 64, 3, "int4", keys_by_token=False, num_bytes=5000)
+    url = parse_store_url(store.url)
+    client.set("ropewalk:v1:name", given)
+    names = {ValkeyStore(url, form).look().name for _ in range(2)}
+    (tmp_path / ".place").write_bytes(given[:8])
+    root = os.open(tmp_path, os.O_RDONLY)
+    names |= {own_name(root) for _ in range(2)}
+    os.close(root)
+    assert sorted(map(len, names)) == [32, 32]
 
 
 def test_a_store_that_dies_pauses_and_is_used_again_when_it_is_back(
@@ -312,6 +273,19 @@ def test_a_store_that_hangs_delays_nobody_else_and_its_request_for_a_while(
     assert server.disk.sum.is_paused
 
 
+def test_a_hash_of_weights_is_kept_beside_the_kernels(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    store: RunningStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store has no folder, and a fingerprint for the router hashes nothing again."""
+    monkeypatch.setattr(identity, "kept_folder", lambda: tmp_path / "kept")
+    Server(engines, checkpoint, store.url).stop()
+    assert len(json.loads((tmp_path / "kept/weights.json").read_text())) == len(checkpoint.versions)
+
+
 @pytest.mark.parametrize("password", [PASSWORD, "another"])
 def test_a_password_opens_the_store_and_is_in_no_line(
     engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, password: str
@@ -334,15 +308,26 @@ def test_a_password_opens_the_store_and_is_in_no_line(
     assert "another" not in told
 
 
+@pytest.mark.parametrize(("database", "more"), [("", ()), ("/1", ("+select",))])
 def test_a_user_with_the_documented_rights_suffices(
-    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    store: RunningStore,
+    client: Any,
+    *,
+    database: str,
+    more: tuple[str, ...],
 ) -> None:
-    """They are keys of ours and six commands."""
+    """They are keys of ours and six commands, and one more for a database."""
     commands = [f"+{each}" for each in ("getrange", "strlen", "set", "unlink", "touch", "info")]
     client.acl_setuser(
-        "server", enabled=True, passwords=[f"+{PASSWORD}"], keys=["ropewalk:*"], commands=commands
+        "server",
+        enabled=True,
+        passwords=[f"+{PASSWORD}"],
+        keys=["ropewalk:*"],
+        commands=[*commands, *more],
     )
-    url = store.url.replace("//", f"//server:{PASSWORD}@")
+    url = store.url.replace("//", f"//server:{PASSWORD}@") + database
     with structlog.testing.capture_logs() as logs:
         for num_cached in (0, NUM_PAGES * 16):
             server = Server(engines, checkpoint, url)

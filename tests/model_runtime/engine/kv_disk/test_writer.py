@@ -18,6 +18,8 @@ class Noting:
         self.form: Any = SimpleNamespace(file_bytes=8, identity=bytes(32))
         self.done: list[tuple[str, Any]] = []
         self.fault: Exception | None = None
+        self.has_all = False
+        self.num_looks = 0
 
     def _note(self, what: str, which: Any) -> None:
         if self.fault is not None:
@@ -25,7 +27,7 @@ class Noting:
         self.done.append((what, which))
 
     def has(self, key: bytes) -> bool:
-        return False
+        return self.has_all
 
     def write(self, key: bytes, page: memoryview, depth: int) -> None:
         self._note("write", key)
@@ -37,6 +39,9 @@ class Noting:
         self._note("touch", list(pages))
 
     def look(self) -> Room:
+        if self.fault is not None:
+            raise self.fault
+        self.num_looks += 1
         return Room(1 << 30, 0, 0, "name")
 
     def reopen(self) -> None:
@@ -116,3 +121,32 @@ def test_a_fault_of_a_touch_or_a_deletion_pauses_the_writes() -> None:
     writer.delete([b"x"])
     assert writer._serve_next()
     assert store.done == [("discard", [b"x"])]
+
+
+def test_a_busy_writer_looks_again_when_its_time_has_come() -> None:
+    """A store on the network never uses up what may be written before the next look."""
+    store = Noting()
+    writer = writer_over(store)
+    for num_looks in (1, 2):
+        for key in (b"a", b"b"):
+            put(writer, key)
+            assert writer._serve_next()
+        assert store.num_looks == num_looks
+        writer._looked_s -= 601
+
+
+def test_the_place_is_known_although_all_pages_are_there_after_a_fault_at_the_start() -> None:
+    """Nothing is written, so no write asks for a look; during the pause there is none either."""
+    store = Noting()
+    store.has_all, store.fault = True, StoreError("gone")
+    writer = writer_over(store)
+    store.fault = None
+    for is_over in (False, True):
+        if is_over:
+            writer.pause._until = 0.0
+        put(writer, b"a")
+        assert writer._serve_next()
+        assert store.num_looks == is_over
+    counts = writer._counting.take(is_paused=False)
+    assert counts is not None
+    assert counts.place is not None
