@@ -3,6 +3,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PORT ?= 8000
+# Files of tests that run at a time. Each takes up to 4 GB.
+WORKERS ?= 3
 # An older processor that this one plays in tests: avx2 or sse4.2; tests/processors.py.
 ISA ?=
 BIN := .venv/bin
@@ -58,7 +60,7 @@ ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 # Three at a time, a thread each, because tests wait for their servers about a third of the time.
 test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(CHECK_AND_COMPILE)
-	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 3 $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n $(WORKERS) $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
 	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.load_service import load_service
 from tests.docker.dashboard import DASHBOARD, PANELS, QUERIES, ROOT
@@ -161,9 +162,10 @@ def test_the_dashboards_variables_are_declared() -> None:
 
 
 def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
-    """The queries of dashboard and alerts are compared with the server's metrics page."""
+    """The queries of dashboard and alerts are compared with the pages of a server and a router."""
     flags = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": "1"}  # it has metrics of its own
     text = load_service(load_settings(flags))[0].metrics.render().decode()
+    text += RouteMetrics().page({}, {}).decode()
     there = set()
     for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text):
         suffixes = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)
