@@ -17,20 +17,20 @@ _MOST_SPARE = 8  # at most one place in so many may be without a layer
 ENDLESS = 2**31 - 1  # positions: a cache that any length fits
 
 
-class Shape(Protocol):
+class LayerShape(Protocol):
     """The cache shape of a layer."""
 
     @property
     def num_key_heads(self) -> int:
-        """Return the number of key heads."""
+        """K, key heads."""
 
     @property
     def key_dim(self) -> int:
-        """Return the dimensions of a key."""
+        """D, dimensions of a key."""
 
     @property
     def value_dim(self) -> int:
-        """Return the dimensions of a value."""
+        """V, dimensions of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def pages_of_window(window: int, page_size: int, max_chunk: int) -> int:
 
 
 def group_layers(
-    windows: Mapping[int, int | None], shapes: Mapping[int, Shape], max_len: int
+    windows: Mapping[int, int | None], shapes: Mapping[int, LayerShape], max_len: int
 ) -> tuple[PageGroups | None, str | None]:
     """Return the groups of a model's layers, or why it has none; None, None: it needs none.
 

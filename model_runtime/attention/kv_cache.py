@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
-from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 
 class KVCache:

@@ -3,21 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-
-class LayerShape(Protocol):
-    """The cache shape of a layer."""
-
-    @property
-    def num_key_heads(self) -> int:
-        """K."""
-
-    @property
-    def key_dim(self) -> int:
-        """D."""
-
-    @property
-    def value_dim(self) -> int:
-        """V."""
+from ropewalk.model_runtime.page_groups import LayerShape
 
 
 class NumberType(Protocol):

@@ -12,11 +12,10 @@ from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, ROUNDED, check_format
-from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.rope import ALL_LAYERS, Profile
 
 

@@ -16,7 +16,7 @@ from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
-from ropewalk.model_runtime.page_groups import PageGroups, Shape
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
 from ropewalk.server.settings.load import ServeSettings, SettingsError
@@ -45,7 +45,9 @@ class ModelFacts:
     stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
     rounds: bool = False  # whether float32 keys and values are cached in bfloat16
     windows: Mapping[int, int | None] = field(default_factory=dict)  # keys that each layer reads
-    shapes: Mapping[int, Shape] = field(default_factory=dict)  # of each layer's keys and values
+    shapes: Mapping[int, LayerShape] = field(
+        default_factory=dict
+    )  # of each layer's keys and values
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
-from ropewalk.model_runtime.attention.token_bytes import LayerShape
+from ropewalk.model_runtime.page_groups import LayerShape
 
 
 class SealedCache(KVCache):

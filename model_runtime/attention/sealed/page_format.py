@@ -6,8 +6,9 @@ Shapes: see `cpu_kernels/sealed/records.py`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.token_bytes import LayerShape, NumberType, bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import NumberType, bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.page_groups import LayerShape
 
 _LINE = 64  # bytes in a cache line; a record is a whole number of them
 _PARAMETER_BYTES = 4  # of a channel, or of a token: a lowest number and a step

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from ropewalk.model_runtime.attention.sealed.page_format import seals
 from ropewalk.model_runtime.config import EngineConfig, tier_setting
-from ropewalk.model_runtime.page_groups import PageGroups, Shape, group_layers
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups, group_layers
 from ropewalk.server.settings.load import ServeSettings
 
 
 def planned_groups(
     settings: ServeSettings,
     windows: Mapping[int, int | None],
-    shapes: Mapping[int, Shape],
+    shapes: Mapping[int, LayerShape],
     max_len: int,
     *,
     has_states: bool,
