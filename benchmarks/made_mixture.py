@@ -14,11 +14,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 _ARCHITECTURE = "qwen3moe"
-_HEAD_DIM, _CONTEXT = 64, 4096
+_CONTEXT = 4096
 _WIDTH = 0.02  # standard deviation of weights, about
 # The places of float16 numbers in a block of each type, and the deviation of its values without.
 _SCALES = {Type.Q4_K: (0, 2), Type.Q6_K: (208,), Type.Q8_0: (0,)}
 _DEVIATIONS = {Type.Q4_K: 290.0, Type.Q6_K: 1360.0, Type.Q8_0: 74.0}
+_POWER = 120  # the exponent byte of MXFP4 with values of that deviation
+TYPES = ("Q4_K_M", "Q8_0", "MXFP4")  # the last has its experts in it, and the rest in Q8_0
 
 
 class Shape(NamedTuple):
@@ -31,6 +33,7 @@ class Shape(NamedTuple):
     choices: int = 4
     heads: int = 16
     kv_heads: int = 4
+    head_dim: int = 64
     vocabulary: int = 8192
 
 
@@ -39,6 +42,9 @@ def _blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray
     draw = np.random.default_rng(seed)
     num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), np.uint8)
+    if kind == Type.MXFP4:
+        blocks[..., 0] = _POWER
+        return blocks.reshape(num_rows, -1)
     scale = np.array([_WIDTH / _DEVIATIONS[kind]], np.float16).view(np.uint8)
     for at in _SCALES[kind]:
         blocks[..., at : at + 2] = scale
@@ -47,8 +53,8 @@ def _blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray
 
 def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
     """Return the type that llama-quantize gives a weight."""
-    if types == "Q8_0":
-        return Type.Q8_0
+    if types != "Q4_K_M":
+        return Type.MXFP4 if types == "MXFP4" and name.endswith("_exps") else Type.Q8_0
     eighth = num_layers // 8
     is_finer = layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2
     return Type.Q6_K if is_finer and name in ("attn_v", "ffn_down_exps") else Type.Q4_K
@@ -56,8 +62,8 @@ def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
     """Add the tensors of a layer."""
-    hidden, width = shape.hidden, shape.heads * _HEAD_DIM
-    kv_width = shape.kv_heads * _HEAD_DIM
+    hidden, width = shape.hidden, shape.heads * shape.head_dim
+    kv_width = shape.kv_heads * shape.head_dim
     sizes = {
         "attn_q": (width, hidden),
         "attn_k": (kv_width, hidden),
@@ -76,7 +82,10 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     draw = np.random.default_rng(layer)
     router = 2.0 * draw.standard_normal((shape.experts, hidden), np.float32) / hidden**0.5
     writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
-    for name, dim in (("attn", hidden), ("ffn", hidden), ("attn_q", 64), ("attn_k", 64)):
+    head_dim = shape.head_dim
+    for name, dim in (
+        ("attn", hidden), ("ffn", hidden), ("attn_q", head_dim), ("attn_k", head_dim),
+    ):  # fmt: skip
         writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
 
 
@@ -91,7 +100,7 @@ def _vocabulary(size: int) -> dict[str, list[Any]]:
 
 
 def write(path: Path, shape: Shape, types: str) -> None:
-    """Write the file; `types`: Q4_K_M or Q8_0."""
+    """Write the file; `types`: one of TYPES."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
     writer.add_context_length(_CONTEXT)
     writer.add_embedding_length(shape.hidden)
@@ -102,8 +111,8 @@ def write(path: Path, shape: Shape, types: str) -> None:
     writer.add_expert_used_count(shape.choices)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(_HEAD_DIM)
-    writer.add_value_length(_HEAD_DIM)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10_000.0)
     writer.add_tokenizer_model("gpt2")
@@ -116,8 +125,8 @@ def write(path: Path, shape: Shape, types: str) -> None:
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
     for name, kind in (
-        ("token_embd", Type.Q8_0 if types == "Q8_0" else Type.Q4_K),
-        ("output", Type.Q8_0 if types == "Q8_0" else Type.Q6_K),
+        ("token_embd", Type.Q4_K if types == "Q4_K_M" else Type.Q8_0),
+        ("output", Type.Q6_K if types == "Q4_K_M" else Type.Q8_0),
     ):
         rows = _blocks(kind, shape.vocabulary, shape.hidden, seed=7)
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
@@ -132,14 +141,23 @@ def write(path: Path, shape: Shape, types: str) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--types", type=click.Choice(["Q4_K_M", "Q8_0"]), default="Q4_K_M", show_default=True)
+@click.option("--types", type=click.Choice(TYPES), default="Q4_K_M", show_default=True)
 @click.option("--layers", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--experts", default=32, show_default=True, type=click.IntRange(2))
 @click.option("--choices", default=4, show_default=True, help="Experts of a row.")
 @click.option("--between", default=768, show_default=True, help="Dimensions within an expert.")
-def main(file: Path, *, types: str, layers: int, experts: int, choices: int, between: int) -> None:
+@click.option("--hidden", default=1024, show_default=True, help="Dimensions of a row.")
+@click.option("--heads", default="16,4,64", show_default=True, help="Queries, keys, dimensions.")
+@click.option("--vocabulary", default=8192, show_default=True, type=click.IntRange(300))
+def main(
+    file: Path, *, types: str, layers: int, experts: int, choices: int, between: int, hidden: int,
+    heads: str, vocabulary: int,
+) -> None:  # fmt: skip
     """Write a mixture with random weights."""
-    shape = Shape(layers=layers, experts=experts, choices=choices, between=between)
+    num_heads, num_kv_heads, head_dim = map(int, heads.split(","))
+    shape = Shape(
+        layers, hidden, between, experts, choices, num_heads, num_kv_heads, head_dim, vocabulary
+    )
     write(file, shape, types)
     click.echo(f"{file}: {file.stat().st_size / 1e9:.2f} GB")
 

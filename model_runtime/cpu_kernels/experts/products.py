@@ -13,10 +13,9 @@ M = rows of an expert, K = inputs, N = outputs, W = outputs with padding to whol
 Q = elements of packed memory.
 """
 
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +25,11 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, as_they_are
 from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 
 Integers = NDArray[np.int64]
 _WORK_PER_SHARE = 4 << 20  # bytes; with a smaller part, waking a thread costs more than it saves
@@ -97,12 +99,17 @@ def rows_of(x_RK: Numbers, row_of_S: Integers, top: int, bottom: int, num_inputs
     return rows_MK
 
 
-@cache
-def multiplier(multiply: Callable[..., None]) -> Any:
-    """Compiled: the rows of each expert times its panels.
+class ExpertProduct(NamedTuple):
+    """The compiled functions that multiply float32 rows by panels of one expert."""
 
-    `multiply` is the compiled product of rows with panels of one weight (`skinny_gemm.py`).
-    """
+    multiply: Any  # rows times panels of one weight (skinny_gemm.py)
+    rows_for: Any = as_they_are  # converts [M, K] to the input of `multiply`
+
+
+@cache
+def multiplier(product: ExpertProduct) -> Any:
+    """Compiled: the rows of each expert times its panels."""
+    multiply, rows_for = product
 
     @jit()
     def run(
@@ -120,7 +127,7 @@ def multiplier(multiply: Callable[..., None]) -> Any:
             expert, top, bottom = experts_A[place], starts[place], starts[place + 1]
             rows_MK = rows_of(x_RK, row_of_S, top, bottom, num_inputs)
             multiply(
-                rows_MK, packed_Q[packed_step * expert :], bias_EW[expert], out_SW[top:bottom],
+                rows_for(rows_MK), packed_Q[packed_step * expert :], bias_EW[expert], out_SW[top:bottom],
                 layout + layout_step * expert, num_inputs, max(0, first - place * num_panels),
                 min(num_panels, end - place * num_panels),
             )  # fmt: skip
@@ -131,7 +138,7 @@ def multiplier(multiply: Callable[..., None]) -> Any:
 class ExpertPanels(NamedTuple):
     """One matrix of all experts of a layer, in panels."""
 
-    product: Any  # compiled: rows times panels of one expert (skinny_gemm.py)
+    product: ExpertProduct
     num_inputs: int
     num_panels: int  # of one expert
     panel_bytes: int
@@ -141,6 +148,7 @@ class ExpertPanels(NamedTuple):
     layout_step: int
     bias_EW: Floats  # [E, 0] without biases
     owner: Any = None  # object that owns the memory, kept alive
+    formats: frozenset["Format"] = frozenset()  # of few bits
 
     def multiply(self, x_RK: Numbers, row_of_S: Integers, pairs: Pairs) -> Floats:
         """Multiply the rows of all pairs, [R, K] -> [S, W]; `row_of_S` are rows of `x_RK`."""

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.cpu_kernels.experts.gates import Gate, gate_panels
 from ropewalk.model_runtime.cpu_kernels.experts.products import (
     ROWS_PER_READ,
     ExpertPanels,
+    ExpertProduct,
     Integers,
     group_pairs,
     rows_of,
@@ -103,21 +104,22 @@ def unit_edge(starts: Integers, num_units: int, thread: int, num_threads: int) -
 
 
 @cache
-def stages(multiply: Any) -> tuple[Any, Any]:
+def stages(experts_product: ExpertProduct) -> tuple[Any, Any]:
     """Compiled: stages 2 and 3, with the experts' product of rows and panels."""
+    multiply, rows_for = experts_product
 
     @jit()
     def product(
-        fields_F: Ints, expert: int, rows_MK: Floats, like: Numbers, like_scale: Floats,
+        fields_F: Ints, expert: int, rows: Any, like: Numbers, like_scale: Floats,
         out_MW: Floats, first: int, end: int,
     ) -> None:  # fmt: skip
-        """Multiply rows by panels `first` to `end` - 1 of an expert."""
+        """Multiply converted rows by panels `first` to `end` - 1 of an expert."""
         packed_Q = carray(pointer_to(fields_F[PACKED], like), fields_F[PACKED_SIZE])
         biases_shape = (fields_F[NUM_EXPERTS], fields_F[BIAS_WIDTH])
         bias_EW = carray(pointer_to(fields_F[BIASES], like_scale), biases_shape)
         multiply(
-            rows_MK, packed_Q[fields_F[PACKED_STEP] * expert :], bias_EW[expert], out_MW,
-            fields_F[TABLE] + fields_F[TABLE_STEP] * expert, rows_MK.shape[1], first, end,
+            rows, packed_Q[fields_F[PACKED_STEP] * expert :], bias_EW[expert], out_MW,
+            fields_F[TABLE] + fields_F[TABLE_STEP] * expert, fields_F[NUM_INPUTS], first, end,
         )  # fmt: skip
 
     @jit()
@@ -134,9 +136,9 @@ def stages(multiply: Any) -> tuple[Any, Any]:
             expert, top, bottom = experts_A[place], starts[place], starts[place + 1]
             begin = max(0, first - place * num_units)
             stop = min(num_units, end - place * num_units)
-            rows_MK = rows_of(x_RK, row_of_S, top, bottom, fields_F[NUM_INPUTS])
+            rows = rows_for(rows_of(x_RK, row_of_S, top, bottom, fields_F[NUM_INPUTS]))
             both_MW = np.empty((bottom - top, 2 * num_units * PANEL), np.float32)
-            arguments = (fields_F, expert, rows_MK, x_RK, like_scale, both_MW)
+            arguments = (fields_F, expert, rows, x_RK, like_scale, both_MW)
             if is_mixed:
                 product(*arguments, 2 * begin, min(2 * stop, fields_F[NUM_PANELS]))
             else:
@@ -162,9 +164,9 @@ def stages(multiply: Any) -> tuple[Any, Any]:
         pair_S = np.arange(row_of_S.shape[0])
         for place in range(experts_A.shape[0]):
             top, bottom = starts[place], starts[place + 1]
-            rows_MK = rows_of(between_SI, pair_S, top, bottom, fields_F[NUM_INPUTS])
+            rows = rows_for(rows_of(between_SI, pair_S, top, bottom, fields_F[NUM_INPUTS]))
             y_MW = np.empty((bottom - top, width), np.float32)
-            product(fields_F, experts_A[place], rows_MK, out_RN, like_scale, y_MW, first, end)
+            product(fields_F, experts_A[place], rows, out_RN, like_scale, y_MW, first, end)
             for m in range(bottom - top):
                 weight, at = broadcast(weight_S[top + m]), row_of_S[top + m] * width
                 for w in range(first * PANEL, end * PANEL, WIDTH):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertPanels
+from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertPanels, ExpertProduct
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, own_panels
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.experts.mixture import mixture_of, router_product
@@ -93,7 +93,7 @@ def _low_bit_panels(
     num_parts = len(matrix.parts_E[0])
     bias_EW = _biases(experts, name, 2 if is_mixed else num_parts, is_mixed=is_mixed)
     return ExpertPanels(
-        kernels.multiplying.multiply,
+        ExpertProduct(kernels.multiplying.multiply),
         matrix.num_inputs,
         num_panels,
         matrix.num_bytes // (num_experts * num_panels),
@@ -103,6 +103,7 @@ def _low_bit_panels(
         table[0].nbytes,
         bias_EW,
         owner=(table, matrix),
+        formats=frozenset(part.kind for parts in matrix.parts_E for part in parts),
     )
 
 
@@ -141,7 +142,7 @@ def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
             packed_EQ = np.empty((num_experts, panels.packed_Q.size), panels.packed_Q.dtype)
         packed_EQ[index] = panels.packed_Q
     return ExpertPanels(
-        FLOAT32.multiply,
+        ExpertProduct(FLOAT32.multiply),
         panels.num_inputs,
         panels.num_panels,
         packed_EQ[0].nbytes // panels.num_panels,

@@ -24,6 +24,7 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.experts.gates import CLAMPED, Gate, gated_experts
 from ropewalk.model_runtime.cpu_kernels.experts.products import (
     ExpertPanels,
+    ExpertProduct,
     add_experts,
     grouped,
 )
@@ -56,6 +57,16 @@ class PackedExperts(Replacement):
         weights_RC = as_numpy(top_k_weights.float().contiguous())
         out_RN = self.multiply(x_RK, choice_RC, weights_RC)
         return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self.num_outputs)
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Return whether all weights have few bits."""
+        return all(each.formats for each in self.panels)
+
+    def use(self, product: ExpertProduct) -> None:
+        """Multiply by another product of the same panels, from now on."""
+        first, second = self.panels
+        self.panels = first._replace(product=product), second._replace(product=product)
 
     def multiply(self, x_RK: Any, choice_RC: Any, weights_RC: Any) -> Any:
         """Compute the experts of each row; numpy arrays of float32 or of bf16's bits."""

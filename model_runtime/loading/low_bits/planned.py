@@ -56,7 +56,7 @@ def planned_storage(
         return _storage(outline, weights, is_divided=is_divided)
     refuse_rounding(outline.device.type, is_divided=is_divided)
     found = _storage(outline, weights, is_divided=is_divided)
-    if found is not None and found.low_products:
+    if found is not None and (found.low_products or found.expert_bytes):
         found.is_rounding = True
     elif outline.has_weights or Path(outline.source).is_file():
         raise ModelError(NEEDS_FEW_BITS)

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.layers.fused.operations import Leave, UntraceableErr
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from tests.engines import checkpoint_of
-from tests.expert_files import expert_file
+from tests.expert_files import FILES, expert_file
 from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
 from tests.sampling import sampled
 from tests.tiny_models import in_dtype, tiny_model
@@ -102,25 +102,18 @@ def test_bits_are_those_of_the_own_forward(
     assert_same_bits(mixture(*others, is_few=is_few), monkeypatch)
 
 
-# The types of gate, up and down; half of the downs of Q4_K_M have six bits.
-FILES = sampled(
-    [
-        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
-        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
-        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
-        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
-    ],
-    fixed=(),
-)
-
-
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_experts_in_the_bits_of_a_file_are_one_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, types: tuple[str, str, str]
 ) -> None:
     """Types differ between the matrices of a layer, and attention has floats."""
     path = expert_file(tmp_path / "m.gguf", types, case=case, width=256)
-    assert_same_bits(load_checkpoint(path, device="cpu"), monkeypatch)
+    exact = load_checkpoint(path, device="cpu")
+    assert_same_bits(exact, monkeypatch)
+    rounding = load_checkpoint(path, device="cpu", activations="int8")
+    assert rounding.report.bitwise
+    assert_same_bits(rounding, monkeypatch)
+    assert not all(map(torch.equal, answers(exact), answers(rounding)))
 
 
 def test_a_config_that_asks_for_the_logits_of_routers_is_served() -> None:

@@ -16,13 +16,14 @@ from ropewalk.model_runtime.layers.experts.lay_out import pack
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
+from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.expert_files import expert_file
+from tests.expert_files import FILES, expert_file
 from tests.sampling import sampled
 from tests.tensor_meter import TensorMeter
 from tests.tiny_models import in_dtype, tiny_model
@@ -130,19 +131,6 @@ def test_a_weight_of_an_expert_that_is_too_large_is_refused_by_name() -> None:
         quantise_model(model, byte_tokenizer())
 
 
-# A file, and the types of gate, up and down; llama-quantize gives half of the downs of Q4_K_M six
-# bits. Each set of types takes seconds to compile.
-FILES = sampled(
-    [
-        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
-        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
-        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
-        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
-    ],
-    fixed=(),
-)
-
-
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory, case: str, types: tuple[str, str, str]
@@ -166,6 +154,54 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
         ]
         results.append(answer(engine, *asked))
     assert results[0] == results[1]
+
+
+def rounded(rows_RK: torch.Tensor) -> torch.Tensor:
+    """Rows in eight bits with a scale for each 32 inputs, widened; in float64."""
+    groups = rows_RK.float().reshape(len(rows_RK), -1, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    codes = (groups * (127 / largest)).round()
+    return (codes.double() * (largest / 127).double()).reshape(rows_RK.shape)
+
+
+def in_float64(
+    held: LowBitExperts, x: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts of each row, whose inputs of both products are rounded, and weights are not."""
+
+    def matrix(name: str, expert: int) -> torch.Tensor:
+        parts = held.matrices[name].parts_E[expert]
+        return torch.cat([widened(part, torch.float32) for part in parts]).double()
+
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, (x_K, experts) in enumerate(zip(rounded(x), choice.tolist(), strict=True)):
+        for place, expert in enumerate(experts):
+            gate, up = (matrix("gate_up_proj", expert) @ x_K).chunk(2)
+            between = rounded((nn.functional.silu(gate) * up)[None])[0]
+            out[row] += weights[row, place].double() * (matrix("down_proj", expert) @ between)
+    return out
+
+
+@pytest.mark.parametrize("dtype", sampled(DTYPES, fixed=()), ids=str)
+def test_experts_round_their_rows_as_linears_do(dtype: torch.dtype) -> None:
+    """The result is that of the rule in float64, and a row's bits do not depend on others."""
+    model, _ = quantised("mixtral", dtype, **WIDTHS)
+    held = model.model.layers[0].mlp.experts
+    block = packed_block(model)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(60, 64, generator=generator).to(dtype)
+    choice = torch.rand(60, 8, generator=generator).topk(3).indices
+    choice[:, 0] = 5
+    weights = torch.rand(60, 3, generator=generator)
+    exact = block.experts(x, choice, weights)
+    assert round_activations(block, dtype)
+    found = block.experts(x, choice, weights)
+    expected = in_float64(held, x, choice, weights)
+    # A number near the middle of two codes may get the other one.
+    most = 0.05 if dtype == torch.float32 else 0.5
+    assert (found - expected).norm() < most * (exact - expected).norm()
+    for rows in (slice(0, 1), slice(7, 12), slice(20, 37)):
+        assert torch.equal(found[rows], block.experts(x[rows], choice[rows], weights[rows]))
 
 
 def test_a_layer_with_one_matrix_of_floats_stays_floats(tmp_path: Path) -> None:
