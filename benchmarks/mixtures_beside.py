@@ -142,7 +142,7 @@ def _cells(
     torch.set_num_threads(max(threads))
     ours = {each: _Ours(path, each) for each in activations}
     with _theirs(peer, path) as theirs:
-        sides = {**ours, "llama.cpp": theirs}
+        sides: dict[str, _Ours | _Theirs] = {**ours, "llama.cpp": theirs}
         for count in threads:
             torch.set_num_threads(count)
             rate = measured_rates(count).read_bytes
@@ -167,9 +167,7 @@ def _cells(
 @click.option("--activations", default="exact,int8", show_default=True, help="Of ours.")
 @click.option("--kinds", default=",".join(KINDS), show_default=True, help="Steps.")
 @click.option("--threads", default="1,2", show_default=True, help="Numbers of threads.")
-def main(
-    files: tuple[Path, ...], peer: Path, activations: str, kinds: str, threads: str
-) -> None:
+def main(files: tuple[Path, ...], peer: Path, activations: str, kinds: str, threads: str) -> None:
     """Time the steps of files here and in llama.cpp, in turns."""
     if unknown := set(kinds.split(",")) - set(KINDS):
         raise click.UsageError(f"--kinds must be of {', '.join(KINDS)}. Given: {min(unknown)}")

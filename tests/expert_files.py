@@ -23,6 +23,7 @@ FILES = sampled(
     fixed=(),
 )
 
+
 def expert_file(path: Path, types: tuple[str, str, str], *, case: str, width: int) -> Path:
     """A file with experts in these types, and all else in floats."""
     found = next(each for each in CASES if each.name == case)

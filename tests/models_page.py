@@ -41,8 +41,8 @@ REFUSED = (
     "minimax", "minimax_m3_vl_text", "nanochat", "olmo_hybrid", "phimoe", "qwen4_exp",
     "qwen4_exp_text", "recurrent_gemma", "roformer", "zamba2", "zaya",
 )  # fmt: skip
-# Served, with experts that are not transformers' interface for them: torch multiplies these.
-OTHER_BITS = ("dbrx", "jetmoe")
+# Served, with experts outside transformers' interface, and routers that follow no rules for ties.
+OUTSIDE = ("dbrx", "jetmoe")
 # Architecture -> its real checkpoints in tests/real.
 REAL = {
     "llama": ("SmolLM2 135M Instruct",),
@@ -152,7 +152,7 @@ _PAGE = """# Models
 
 {num_served} architectures are served. A model with an image or audio tower is served for text only. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
 
-The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits if their layers are those of transformers' interface for experts. DBRX and JetMoe have others, which torch multiplies.
+The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits, too.
 
 The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading.md](loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column says the first thing that has no kernel in such a call. What torch did not compute are the experts of a block that keeps its own code, for example ([loading.md](loading.md#mixtures-of-experts)).
 

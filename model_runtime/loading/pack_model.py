@@ -70,6 +70,10 @@ def pack(model: nn.Module, division: Division | None, *, is_ruled: bool) -> None
         from ropewalk.model_runtime.layers.experts import lay_out  # noqa: PLC0415
 
         lay_out.pack(model, dtype)
+    if division is None:
+        from ropewalk.model_runtime.layers.experts import outside  # noqa: PLC0415
+
+        outside.pack(model)
     leave_file(model)
     replace_norms(model, cpu_candidates)
 

@@ -127,9 +127,9 @@ def multiplier(product: ExpertProduct) -> Any:
             expert, top, bottom = experts_A[place], starts[place], starts[place + 1]
             rows_MK = rows_of(x_RK, row_of_S, top, bottom, num_inputs)
             multiply(
-                rows_for(rows_MK), packed_Q[packed_step * expert :], bias_EW[expert], out_SW[top:bottom],
-                layout + layout_step * expert, num_inputs, max(0, first - place * num_panels),
-                min(num_panels, end - place * num_panels),
+                rows_for(rows_MK), packed_Q[packed_step * expert :], bias_EW[expert],
+                out_SW[top:bottom], layout + layout_step * expert, num_inputs,
+                max(0, first - place * num_panels), min(num_panels, end - place * num_panels),
             )  # fmt: skip
 
     return run

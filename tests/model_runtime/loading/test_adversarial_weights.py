@@ -26,7 +26,7 @@ from tests.adversarial_weights import (
     norms_with_zeros,
     outlier_rows,
 )
-from tests.models_page import OTHER_BITS, SERVED
+from tests.models_page import OUTSIDE, SERVED
 from tests.sampling import sampled
 from tests.tiny_models import VOCAB_SIZE
 from tests.tokens import byte_tokenizer
@@ -86,13 +86,13 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
     drawn = adversarial(architecture, seed, kinds)
     untouched = copy.deepcopy(drawn.model)
     has_experts = any("expert" in name for name, _ in untouched.named_modules())
-    has_same_bits = architecture not in OTHER_BITS
+    has_our_ties = architecture not in OUTSIDE
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(count)] for count in (23, 9, 17)]
-    expected = [_logits(untouched, ids, has_our_ties=has_same_bits) for ids in prompts]
+    expected = [_logits(untouched, ids, has_our_ties=has_our_ties) for ids in prompts]
     untouched.set_experts_implementation("eager")  # the others take no float64
     untouched.double()
-    exact = [_logits(untouched, ids, has_our_ties=has_same_bits) for ids in prompts]
+    exact = [_logits(untouched, ids, has_our_ties=has_our_ties) for ids in prompts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint = prepare_model(drawn.model, byte_tokenizer(), frozenset(), {})
@@ -103,8 +103,7 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
     for one_TV, shared_TV, expected_TV, exact_TV in zip(
         alone, together, expected, exact, strict=True
     ):
-        if has_same_bits:
-            assert torch.equal(one_TV, shared_TV), drawn.kinds
+        assert torch.equal(one_TV, shared_TV), drawn.kinds
         allowed = max(
             _TIMES_ROUNDING * float((expected_TV - exact_TV).abs().max()),
             _MIN_SHARE[drawn.dtype] * float(exact_TV.std()),
@@ -114,7 +113,7 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
         # outlier makes a softmax choose one.
         share = 0.75 if has_experts or drawn.dtype == torch.bfloat16 else 1.0
         assert float(apart_T.quantile(share)) <= allowed, drawn.kinds
-    assert checkpoint.report.bitwise or not has_same_bits
+    assert checkpoint.report.bitwise
 
 
 @pytest.mark.parametrize(

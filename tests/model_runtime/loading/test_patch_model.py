@@ -11,7 +11,7 @@ from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
 from ropewalk.model_runtime.probing.untouched import original_logits
-from tests.models_page import OTHER_BITS, REFUSED, SERVED, Outcome, outcome, page
+from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 from tests.sampling import IS_WHOLE, sampled
 from tests.tiny_models import tiny_model
 
@@ -44,7 +44,7 @@ def test_served_architectures_answer_as_untouched(
     """Answers agree within rounding, with the same bits alone, in batches and in chunks."""
     found = outcomes[architecture]
     assert found.refusal == ""
-    assert found.is_bitwise != (architecture in OTHER_BITS)
+    assert found.is_bitwise
 
 
 @pytest.mark.parametrize("architecture", [each for each in REFUSED if each in TRIED])
