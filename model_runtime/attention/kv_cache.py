@@ -92,8 +92,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        held = {id(pair): pair for pair in self._pages.values()}
-        return sum(each.nbytes for pair in held.values() for each in pair)
+        held = {id(each): each for pair in self._pages.values() for each in pair}
+        return sum(each.nbytes for each in held.values())
 
     @cached_property
     def arrays(self) -> dict[int, PageArrays]:
