@@ -58,10 +58,8 @@ def _built(
 ) -> Engine:
     if config.kv_cache_dtype != EXACT and make is not ModelRunner:
         raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
-    if config.page_groups is not None and (config.tier_setting is not None or checkpoint.states):
-        raise ModelError(
-            "page_groups are for a cache without pages below it, and for models without states"
-        )
+    if config.page_groups is not None and checkpoint.states:
+        raise ModelError("page_groups are for models without states")
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
     runner = build_runner(checkpoint, config, profiles, make)

@@ -175,9 +175,7 @@ def test_other_times_to_seal_would_change_answers(
 
 
 @pytest.mark.parametrize("kind", BITS)
-def test_pages_of_windows_take_the_bytes_of_their_groups(
-    engines: EngineFactory, kind: str
-) -> None:
+def test_pages_of_windows_take_the_bytes_of_their_groups(engines: EngineFactory, kind: str) -> None:
     """Layers of all groups share sealed pages, and each has open pages of its own."""
     checkpoint = windowed("gemma3_text")
     groups = groups_of(checkpoint)

@@ -101,6 +101,7 @@ class SealedCache(KVCache):
         return np.array(rows, np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:
-        """Return the bytes of each sealed page [N, bytes], layer by layer."""
-        sealed: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
+        """Return the bytes of each sealed page [N, bytes], layer by layer of its group."""
+        every: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
+        sealed = {id(each): each for each in every}.values()
         return [each.flatten(1).numpy() for each in sealed]
