@@ -77,6 +77,11 @@ class DiskTier:
         """Return for how long the engine may wait for news if nothing runs."""
         return _POLL_S
 
+    @property
+    def _has_windows(self) -> bool:
+        """Return whether a read page may be of use only together with others."""
+        return any(self._pages.layout[0])
+
     # Writes
 
     def used(self, keys: list[Key]) -> None:
@@ -236,7 +241,7 @@ class DiskTier:
             self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
-            self._counting.read(self._pages.page_size if self._pages.num_groups == 1 else 0)
+            self._counting.read(0 if self._has_windows else self._pages.page_size)
         self._reader.buffers.give(buffer)
         if page is None:
             return False
@@ -264,7 +269,7 @@ class DiskTier:
         self._pages.pool.release(fetch.reserved)
         self._pages.pool.release(fetch.held)
         num_found = self._pages.num_per_group(self._pages.reusable_pages(fetch.keys))
-        if self._pages.num_groups > 1 and num_found > fetch.num_before:
+        if self._has_windows and num_found > fetch.num_before:
             self._counting.reached((num_found - fetch.num_before) * self._pages.page_size)
         rest = fetch.keys[num_found:]
         sequence.not_on_disk = rest[0] if rest else None
