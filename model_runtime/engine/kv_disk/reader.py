@@ -18,7 +18,7 @@ from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
-from ropewalk.model_runtime.engine.kv_disk.read_plan import Pages, stored_key
+from ropewalk.model_runtime.scheduling.read_plan import Pages, stored_key
 
 _NUM_THREADS = 2
 _LOOK_S = 0.1  # how often a thread that waits for memory looks whether its fetch was given up

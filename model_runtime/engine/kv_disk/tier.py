@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
-from ropewalk.model_runtime.engine.kv_disk.read_plan import (
+from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
+from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key
+from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
     stored_key,
     wanted_pages,
 )
-from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
-from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key
 from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
 
@@ -236,6 +236,8 @@ class DiskTier:
         page = self._pages.index.page_of(key)
         if page is not None:  # a running sequence has computed it meanwhile
             pool.share([page])
+            if fetch.reserved:
+                pool.release([fetch.reserved.pop()])
         elif fetch.reserved or pool.num_available:
             page = fetch.reserved.pop() if fetch.reserved else pool.allocate(1)[0]
             self._memory.copy_in(page, buffer)

@@ -41,7 +41,7 @@ def asked(checkpoint: Checkpoint, **options: Any) -> Any:
 
 def num_installed(server: Server) -> int:
     """The pages that reads have brought to the cache and still hold."""
-    return sum(each.num_installed for each in server.tier._fetches.values())
+    return sum((len(each.held) - each.num_before) for each in server.tier._fetches.values())
 
 
 def truncated(path: Path) -> None:

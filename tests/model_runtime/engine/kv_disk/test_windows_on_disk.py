@@ -11,20 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.engine.kv_disk.read_plan import (
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.page_groups import PageGroups, group_layers
+from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
+from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
     stored_key,
     wanted_pages,
 )
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
-from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
 
 NAMES = ("gemma3_text", "mistral")  # layers of both kinds, and of one
 CASES = [(name, kind) for name in NAMES for kind in ("auto", *FORMATS)]
 PAGE, WINDOW = 32, 40
+YARN = {"rope_type": "yarn", "factor": 4.0}
 LIMITS: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 2048, "max_model_len": 256}
 
 
@@ -77,7 +78,8 @@ def test_a_shorter_prompt_finds_the_windows_before_its_end(
 ) -> None:
     """Every page of a group with a window was written, also those given back long before."""
     checkpoint = with_weights(windowed("gemma3_text"), tmp_path / "model")
-    groups, deployment = groups_of(checkpoint), deployment_of(checkpoint)
+    groups = groups_of(checkpoint)
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy="fixed")
     limits = {**LIMITS, "page_groups": groups, "max_num_batched_tokens": 16}
     server = Server(engines, checkpoint, tmp_path / "kv", **limits)
     server.ask(request(deployment, PROMPT, max_tokens=1))
