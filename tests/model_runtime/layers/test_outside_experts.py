@@ -31,12 +31,13 @@ def block_of(architecture: str, dtype: torch.dtype, *, has_zeros: bool) -> Any:
     return block
 
 
-@pytest.mark.parametrize(("architecture", "dtype", "has_zeros"), CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @torch.inference_mode()
 def test_rows_have_the_same_bits_alone_and_the_answers_of_float64(
-    architecture: str, dtype: torch.dtype, has_zeros: bool
+    case: tuple[str, torch.dtype, bool],
 ) -> None:
     """An expert gets 1 to 60 rows, or none."""
+    architecture, dtype, has_zeros = case
     block = block_of(architecture, dtype, has_zeros=has_zeros)
     exact = copy.deepcopy(block).double()
     holder = nn.ModuleList([block])
