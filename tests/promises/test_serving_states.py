@@ -20,7 +20,6 @@ from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 from ropewalk.model_runtime.scheduling.step_plan import StepPlan
 from ropewalk.rope import POLICIES, native_rope
-from tests.sampling import few
 
 PAGE, PAGES = 4, 20
 NATIVE = native_rope({"max_position_embeddings": 16, "head_dim": 8})
@@ -184,7 +183,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=few(150, 50),
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking these takes minutes
