@@ -163,7 +163,6 @@ def outside(module: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.costly
 @pytest.mark.long
 def test_nothing_is_compiled_after_the_warm_up() -> None:
     """Random mixed steps of each architecture differ in lengths, tables and rows of logits.
@@ -177,7 +176,6 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
         assert {"_put", "_decode", "_merge"} <= set(line["warm_up"])
 
 
-@pytest.mark.costly
 @pytest.mark.long
 def test_the_kernels_compile_for_an_h200() -> None:
     """The interpreter cannot show whether registers and shared memory suffice."""
