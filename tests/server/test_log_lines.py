@@ -13,7 +13,6 @@ from tests.processes import run_to_end
 from tests.server.access.log_reader import fields_of
 
 
-@pytest.mark.costly
 @pytest.mark.long
 def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
     """The lines of the load stand on standard error, and none of them on standard output."""

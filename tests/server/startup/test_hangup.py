@@ -83,7 +83,6 @@ def in_a_terminal(log: Path) -> Iterator[tuple[int, int]]:
             pass
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.parametrize("until", ["loading; http", "listening on"])
 def test_a_server_ends_with_its_terminal(tmp_path: Path, until: str) -> None:
