@@ -118,16 +118,16 @@ def not_drawn(items: Sequence[Any]) -> dict[Any, None]:
 def not_drawn_costly(items: Sequence[Any]) -> dict[Any, None]:
     """Return the cases of tests marked `costly` that this run leaves out.
 
-    `@pytest.mark.costly` is for a test whose cases take many seconds each. If what its file shares
-    takes them, `pytestmark = pytest.mark.costly(by="file")` draws the file as a whole. A case or
-    file that is asked for alone runs.
+    `@pytest.mark.costly` is for a test whose cases take many seconds each. If cases of a file share
+    what takes them, such as a compilation, `costly(by="bfloat16")` draws those with the same `by`
+    together; `by="file"` is for whole files. A case or set that is asked for alone runs.
     """
     units: dict[str, list[Any]] = {}
     for item in items:
         marker = item.get_closest_marker("costly")
         if marker is not None and item.get_closest_marker("long") is None:  # those never run
-            file = item.nodeid.partition("::")[0]
-            name = file if marker.kwargs.get("by") == "file" else item.nodeid
+            by = marker.kwargs.get("by")
+            name = item.nodeid if by is None else f"{item.nodeid.partition('::')[0]} {by}"
             units.setdefault(name, []).append(item)
     kept = {*sampled(list(units), fixed=())}
     return {item: None for name, unit in units.items() if name not in kept for item in unit}

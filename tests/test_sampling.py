@@ -91,7 +91,7 @@ class Item:
     path: Path = Path("test_it.py")
     originalname: str = "test"
     marker: str | None = "sampled"
-    by: str = "name"
+    by: str | None = "name"
 
     @property
     def callspec(self) -> Any:
@@ -130,7 +130,7 @@ def test_a_marked_matrix_runs_a_part() -> None:
 def costly_items() -> tuple[list[Item], list[Item]]:
     """Fifteen tests of two cases, and a file of twelve tests."""
     tests = [
-        Item((("size", size),), originalname=f"test_{number}", marker="costly", by="case")
+        Item((("size", size),), originalname=f"test_{number}", marker="costly", by=None)
         for number in range(15)
         for size in range(2)
     ]

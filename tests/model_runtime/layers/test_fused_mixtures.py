@@ -20,6 +20,7 @@ from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from tests.engines import checkpoint_of
 from tests.expert_files import expert_file
 from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
+from tests.sampling import sampled
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -51,8 +52,13 @@ CASES = [
     for architecture in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
     for dtype in (torch.float32, torch.bfloat16)
 ]
-# Two of float32, whose kernels other tests need, too; each of the others takes long to compile.
-ALWAYS = [case for case in CASES[:4] if case[1] == torch.float32]
+# Kernels of float32 are those of other tests, too. The others take long to compile.
+PLAIN = [case for case in CASES if case[1] == torch.float32 and not case[-1]]
+OTHERS = [
+    pytest.param(case, marks=pytest.mark.costly(by=f"{case[1]} {case[-1]}"))
+    for case in CASES
+    if case not in PLAIN
+]
 
 
 def mixture(
@@ -94,11 +100,7 @@ def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, fused, own))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.costly) for case in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [*sampled(PLAIN, fixed=2), *OTHERS], ids=str)
 def test_bits_are_those_of_the_own_forward(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, torch.dtype, str, int, bool]
 ) -> None:
