@@ -73,7 +73,8 @@ def describe(plan: ServingPlan) -> list[str]:
 
 def _tiers(deployment: Deployment) -> str:
     """Return the tiers; those that no context is long enough for stand apart."""
-    reached, beyond = [], []
+    reached: list[str] = []
+    beyond: list[str] = []
     floor = 0  # of a tier's contexts
     for tier in deployment.own_tiers:
         part = beyond if floor >= deployment.max_len else reached
