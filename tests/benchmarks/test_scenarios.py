@@ -73,7 +73,7 @@ def test_the_next_request_is_sent_when_one_ends() -> None:
     assert server.most_in_flight == 2
     assert (len(server.bodies), outcome.num_tokens) == (6, 24)
     assert 24 / 1.5 < outcome.values[OUTPUT] <= 24 / 0.7
-    assert outcome.values[P95_FIRST_TOKEN] >= 0.5
+    assert outcome.values[P95_FIRST_TOKEN] >= 0.3  # between the last two of six
 
 
 MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)
