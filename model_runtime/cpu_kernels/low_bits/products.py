@@ -1,7 +1,7 @@
 """Rows times weights of few bits, with the bits of a product of the widened weights.
 
 A chunk of a panel is widened once for all rows (`widen.py`), and then multiplied as a float32
-weight is (`skinny_gemm.py`). The weights of up to eight rows stay in registers in between.
+weight is (`skinny_gemm.py`). The weights of one, two or four rows stay in registers in between.
 
 The table of a product has a row for each panel: its address and the number of its format. So the
 linears that share an input may have different formats.
@@ -59,7 +59,7 @@ def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: rows times panels of the formats with these numbers."""
     widen = widener(numbers, written)
-    add_few, most_few = few_rows_adder(numbers, written), max(FEW_ROWS, default=1)
+    add_few, few = few_rows_adder(numbers, written), FEW_ROWS
     # Twice the inputs of float32 take as many bytes in pairs.
     in_pairs = written == PAIRS
     most_inputs = 2 * CHUNK if in_pairs else CHUNK
@@ -88,7 +88,7 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
                 address, number = table_P2[panel, 0], table_P2[panel, 1]
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
-                    if num_rows <= most_few:
+                    if num_rows in few:
                         add_few(number, address, begin, end, x_RK, top, num_rows, sums)
                         add_chain(sums, num_rows, totals, begin)
                         continue

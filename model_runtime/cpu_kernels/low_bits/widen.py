@@ -27,9 +27,10 @@ _LINE_BYTES = 64
 _AHEAD_OF_BYTES, _AHEAD_OF_WORDS = 4 << 10, 8 << 10
 
 
-# Rows whose sums stay in registers beside the weights of two registers of outputs, largest first.
-# Their weights go from registers to products, which saves a store and the loads of a chunk.
-FEW_ROWS = (8, 4, 2) if WIDTH == 16 else ()
+# Numbers of rows whose sums stay in registers beside the weights of two registers of outputs. Their
+# weights go from registers to products, which saves a store and the loads of a chunk. Three, five
+# and eight rows took up to 1.2 times as long so on an AMD EPYC of the fourth generation.
+FEW_ROWS = (1, 2, 4) if WIDTH == 16 else (1,)
 _FEW_COLUMNS = 2
 
 
@@ -86,7 +87,7 @@ def _widener_of(kind: Format, written: int) -> Any:
 
 @cache
 def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
-    """Compiled: add(panel, first, end, x, top, sums, row), for one format."""
+    """Compiled: add(panel, first, end, x, top, sums), for one format."""
     unpacked = unpacking(kind, written, 0 if num_rows == 1 else _FEW_COLUMNS)
     width, step, scales_of, offsets_of, _, add = unpacked
     begin_group, group = _group_beginner(kind), kind.group
@@ -96,9 +97,7 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
     columns = width // WIDTH
 
     @jit(borrows=True)
-    def add_rows(
-        panel: int, first: int, end: int, x_RK: Numbers, top: int, sums: Floats, row: int
-    ) -> None:
+    def add_rows(panel: int, first: int, end: int, x_RK: Numbers, top: int, sums: Floats) -> None:
         stride = x_RK.shape[1]
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
@@ -107,7 +106,7 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
                 offsets = offsets_of(head, scales_at, column, scales)
                 above = scales_at + scale_bytes + above_bytes * column
                 at = scales_at + scale_bytes + upper_bytes + column * column_bytes
-                tile = load_sums(sums, row * PANEL + column, PANEL, num_rows, columns)
+                tile = load_sums(sums, column, PANEL, num_rows, columns)
                 if start == first:
                     tile = no_sums(num_rows, columns)
                 place = top * stride + start
@@ -115,7 +114,7 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
                     tile = add(tile, x_RK, place, stride, at, above, scales, offsets)
                     place += step
                     at += step_bytes
-                store_sums(sums, row * PANEL + column, PANEL, tile, columns)
+                store_sums(sums, column, PANEL, tile, columns)
 
     return add_rows
 
@@ -141,38 +140,27 @@ def widener(numbers: tuple[int, ...], written: int) -> Any:
 def few_rows_adder(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: add(number, panel, first, end, x_RK, top, num_rows, sums), for these formats.
 
-    It writes the products of rows from `top` on with inputs `first` to `end` - 1 of a panel to
-    `sums`, [R, 64]. The weights go from registers to products: few rows would not use a widened
-    chunk often enough.
+    It writes the products of `num_rows` rows, one of FEW_ROWS, from `top` on with inputs `first` to
+    `end` - 1 of a panel to `sums`, [R, 64].
     """
-    add_8, add_4, add_2, add_1 = (
+    add_1, add_2, add_4 = (
         chooser((each, _adder_of(FORMATS[each], written, rows)) for each in numbers)
-        for rows in (*(FEW_ROWS or (1, 1, 1)), 1)
+        for rows in (FEW_ROWS if len(FEW_ROWS) > 1 else (1, 1, 1))
     )
-
-    has_few = bool(FEW_ROWS)
+    has_few = len(FEW_ROWS) > 1
 
     @jit()
     def add(
         number: int, panel: int, first: int, end: int, x_RK: Numbers, top: int, num_rows: int,
         sums: Floats,
     ) -> None:  # fmt: skip
-        row = 0
-        while row < num_rows:
-            left = num_rows - row
-            arguments = (panel, first, end, x_RK, top + row, sums, row)
-            if left >= 8 and has_few:
-                add_8(number, arguments)
-                row += 8
-            elif left >= 4 and has_few:
-                add_4(number, arguments)
-                row += 4
-            elif left >= 2 and has_few:
-                add_2(number, arguments)
-                row += 2
-            else:
-                add_1(number, arguments)
-                row += 1
+        arguments = (panel, first, end, x_RK, top, sums)
+        if has_few and num_rows == 4:
+            add_4(number, arguments)
+        elif has_few and num_rows == 2:
+            add_2(number, arguments)
+        else:
+            add_1(number, arguments)
 
     return add
 
