@@ -59,7 +59,7 @@ def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: rows times panels of the formats with these numbers."""
     widen = widener(numbers, written)
-    add_few, few = few_rows_adder(numbers, written), FEW_ROWS
+    add_few, has_few = few_rows_adder(numbers, written), len(FEW_ROWS) > 1
     # Twice the inputs of float32 take as many bytes in pairs.
     in_pairs = written == PAIRS
     most_inputs = 2 * CHUNK if in_pairs else CHUNK
@@ -88,7 +88,7 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
                 address, number = table_P2[panel, 0], table_P2[panel, 1]
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
-                    if num_rows in few:
+                    if num_rows == 1 or (has_few and num_rows in (2, 4)):
                         add_few(number, address, begin, end, x_RK, top, num_rows, sums)
                         add_chain(sums, num_rows, totals, begin)
                         continue
