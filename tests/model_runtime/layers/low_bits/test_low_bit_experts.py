@@ -24,7 +24,6 @@ from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.expert_files import FILES, expert_file
-from tests.sampling import sampled
 from tests.tensor_meter import TensorMeter
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
@@ -68,7 +67,13 @@ def packed_block(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", ["mixtral", "aria_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "mixtral",
+        *(pytest.param(each, marks=pytest.mark.costly) for each in ("aria_text", "gpt_oss")),
+    ],
+)
 def test_few_bits_have_the_bits_of_their_widened_weights(
     architecture: str, dtype: torch.dtype
 ) -> None:
@@ -95,7 +100,8 @@ def test_an_unpacked_layer_of_few_bits_answers_as_transformers(architecture: str
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", sampled(DTYPES, fixed=()), ids=str)
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mixture_in_int8_keeps_its_bits_in_a_batch(
     engines: EngineFactory, dtype: torch.dtype
 ) -> None:
@@ -131,6 +137,7 @@ def test_a_weight_of_an_expert_that_is_too_large_is_refused_by_name() -> None:
         quantise_model(model, byte_tokenizer())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory, case: str, types: tuple[str, str, str]
@@ -182,7 +189,8 @@ def in_float64(
     return out
 
 
-@pytest.mark.parametrize("dtype", sampled(DTYPES, fixed=()), ids=str)
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts_round_their_rows_as_linears_do(dtype: torch.dtype) -> None:
     """The result is that of the rule in float64, and a row's bits do not depend on others."""
     model, _ = quantised("mixtral", dtype, **WIDTHS)
