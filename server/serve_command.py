@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ropewalk.server.access.keys import KeyTable
-from ropewalk.server.process.hangups import Hangups, end_at_once
+from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
 from ropewalk.server.sentences import DIED, Teller, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, load_settings
@@ -221,9 +221,11 @@ def _run_on(
 
 def _handle_signals(server: "GracefulServer") -> None:
     """Let a server in another thread drain at the first signal; end at the second."""
-    num_signals = itertools.count()
+    num_signals, signals = itertools.count(), SignalTimes()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if not signals.is_new():
+            return
         if next(num_signals):
             os._exit(DIED)
         server.handle_exit(number, frame)
