@@ -59,6 +59,7 @@ def serve(**flags: Any) -> None:
             teller.use_json(structlog.get_logger(__name__))
         # Errors of named files are reported before anything is imported.
         keys = checked(settings)
+        _refuse_before_listening(settings)
         for warning in key_warnings(settings, stated):
             teller.say(warning)
         has_died = serve_settings(settings, keys, stated, teller)
@@ -67,6 +68,14 @@ def serve(**flags: Any) -> None:
         sys.stderr.flush()
         # On a broken GPU torch's destructors may abort, which would be another code.
         os._exit(DIED)
+
+
+def _refuse_before_listening(settings: ServeSettings) -> None:
+    """Raise what can be told before the port opens. The servers on Ray have models of their own."""
+    if settings.replicas is None:
+        from ropewalk.server.startup.dry_run import refuse_before_listening  # noqa: PLC0415
+
+        refuse_before_listening(settings)
 
 
 def serve_settings(
