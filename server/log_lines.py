@@ -66,11 +66,13 @@ def _keep_stderr() -> None:
     """Let no write to standard error raise: a line of the log must not end what it tells of."""
     if sys.stderr is None:  # it was closed at the start, and a socket must not get its number
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # for good
-    elif sys.stderr is sys.__stderr__:  # else a test or a tool reads it
-        sys.stderr.flush()
-        buffer = io.BufferedWriter(_LossyFile(sys.stderr.fileno(), "wb", closefd=False))
+        return
+    standard = sys.__stderr__
+    if standard is not None and sys.stderr is standard:  # else a test or a tool reads it
+        standard.flush()
+        buffer = io.BufferedWriter(_LossyFile(standard.fileno(), "wb", closefd=False))
         sys.stderr = io.TextIOWrapper(
-            buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
+            buffer, standard.encoding, standard.errors, line_buffering=True
         )
 
 

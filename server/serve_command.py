@@ -10,17 +10,19 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
 from ropewalk.server.sentences import DIED, Teller, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, load_settings
-from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.settings.sections import SECTIONS, DeploymentSettings
 from ropewalk.server.startup.gate import (
     access_policy_of,
     checked,
@@ -70,9 +72,18 @@ def serve(**flags: Any) -> None:
         os._exit(DIED)
 
 
+_NAMING = ("deployments", "model_aliases")  # settings that name deployments
+
+
 def _refuse_before_listening(settings: ServeSettings) -> None:
-    """Raise what can be told before the port opens. The servers on Ray have models of their own."""
-    if settings.replicas is None:
+    """Raise what can be told before the port opens, if there may be something.
+
+    The look takes 0.2 s. The servers on Ray have models of their own.
+    """
+    model, stated = settings.model, settings.model_fields_set
+    is_absent = model is not None and not is_hub_id(model) and not Path(model).exists()
+    names_some = not stated.isdisjoint({*DeploymentSettings.model_fields, *_NAMING})
+    if settings.replicas is None and (is_absent or names_some):
         from ropewalk.server.startup.dry_run import refuse_before_listening  # noqa: PLC0415
 
         refuse_before_listening(settings)
