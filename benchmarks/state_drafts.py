@@ -45,9 +45,10 @@ class Counted(Observer):
         self.num_accepted += num_accepted
 
 
-def model_of(num_layers: int, **sizes: int) -> Checkpoint:
-    """Build and check the model in float32. `sizes`: other numbers of its config."""
+def config_of(num_layers: int, **sizes: int) -> Qwen3_5TextConfig:
+    """Return the model's config. `sizes`: other numbers of it."""
     numbers = {
+        "max_position_embeddings": 4096,
         "vocab_size": num_layers * _VOCAB_PER_LAYER,
         "hidden_size": 1024,
         "intermediate_size": 3584,
@@ -58,15 +59,18 @@ def model_of(num_layers: int, **sizes: int) -> Checkpoint:
         "linear_num_value_heads": 16,
         **sizes,
     }
-    config = Qwen3_5TextConfig(
+    return Qwen3_5TextConfig(
         num_hidden_layers=num_layers,
-        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=None,
         **numbers,
     )
+
+
+def model_of(num_layers: int, **sizes: int) -> Checkpoint:
+    """Build and check the model in float32. `sizes`: other numbers of its config."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config_of(num_layers, **sizes)).eval()
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(EMBEDDED_MODEL))
     return prepare_model(model, tokenizer, frozenset(), {})
 

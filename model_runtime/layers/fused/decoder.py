@@ -41,6 +41,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
 from ropewalk.model_runtime.layers.fused.mixtures import active_bytes, experts_product
 from ropewalk.model_runtime.layers.fused.operations import (
+    Advance,
     Attend,
     Enter,
     Leave,
@@ -55,6 +56,7 @@ from ropewalk.model_runtime.layers.fused.program import (
     Program,
     build_program,
 )
+from ropewalk.model_runtime.layers.fused.states import StateLayers, advanced
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
@@ -128,6 +130,8 @@ class DecoderLayers:
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
         sources = [each.source for each in self._instructions]
         self._experts_product = experts_product(sources)
+        self._states = StateLayers(self._instructions)
+        self._advance = self._states.advance_function()
         self._note_products()
         self.read_bytes += sum(
             active_bytes(each.mixture) for each in sources if isinstance(each, Leave)
@@ -193,6 +197,8 @@ class DecoderLayers:
             elif isinstance(source, Leave):
                 x_RK = arrays[each.fields[kernel.THIRD]]
                 arrays[out] = source.mixture.multiply(x_RK)
+            elif isinstance(source, Advance):
+                arrays[out] = advanced(each, source, every, arrays)
             elif isinstance(source, Route | Enter):
                 pass  # `Leave` computes the whole mixture
             elif isinstance(source, Attend):
@@ -260,6 +266,7 @@ class DecoderLayers:
         num_operations = len(program.instructions) - (not with_head)
         pages = next(iter(step.store.arrays.values()))
         tables = [step.tables.layer(each).kernel_arrays for each in program.table_types]
+        states = self._states.arrays(step, hidden_RE)
         plain_step = FusedStep(
             program.fields_OF[:num_operations],
             program.factors_OX[:num_operations],
@@ -271,6 +278,7 @@ class DecoderLayers:
             backend.sequences,
             *backend.pages_of_groups,
             step.store.group_L,
+            states,
             tuple((tables * MOST_TABLES)[:MOST_TABLES]),
         ).unnamed()
         num_threads = self._num_threads(backend)
@@ -287,7 +295,9 @@ class DecoderLayers:
                     logits_RV.ctypes.data
                 )
         assert self.multiplying is not None
-        run = kernel.runner_for(self.multiplying, backend.access(pages), self._experts_product)
+        run = kernel.runner_for(
+            self.multiplying, backend.access(pages), self._experts_product, self._advance
+        )
         arrived = np.zeros(1, np.int64)
 
         def work(thread: int) -> None:
@@ -295,6 +305,7 @@ class DecoderLayers:
             run(thread, num_threads, arrived, addresses_B, num_rows, hidden_RE, plain_step)
 
         run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
+        self._states.keep(step, states.kept_LRY, self._dtype)
         if with_head:
             return logits_RV
         slot = program.slots[program.result]
@@ -365,7 +376,7 @@ _LIKE_SCALE = np.empty(0, np.float32)
 
 
 def _is_on_rows(each: Instruction) -> bool:
-    return not isinstance(each.source, Product | Attend | Route | Enter | Leave)
+    return not isinstance(each.source, Product | Attend | Route | Enter | Leave | Advance)
 
 
 def _cpu(step: PagedStep, layer: int | None = None) -> CpuAttention:
