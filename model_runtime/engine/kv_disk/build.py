@@ -61,6 +61,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
         facts = {
             "version": VERSION,
             **model_facts(checkpoint, config),
+            **_layout(config),
             **arithmetic_facts(checkpoint),
         }
         content = files.content(known_in=hashes_folder(config))
@@ -76,6 +77,11 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
     reader = Reader(to_read, counting, lambda key: writer.delete([key]))
     return DiskTier(memory, writer, reader, counting)
+
+
+def _layout(config: EngineConfig) -> dict[str, object]:
+    """Return which layers a page holds, if it does not hold all."""
+    return {} if config.page_groups is None else {"groups": config.page_groups.layers}
 
 
 _Opening = tuple[str, Callable[[], PageStore]]  # the name of a place, and how it is opened
@@ -126,9 +132,16 @@ def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> I
                 sealed.record_bytes(layers[index], page_size),
                 *sealed.parameter_bytes(layers[index], page_size),
             )
-            for index in sorted(layers)
+            for index in _held_layers(checkpoint, config)
         ]
     )
+
+
+def _held_layers(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, ...]:
+    """Return the layers of a page, or those that have the shapes of its layers."""
+    if config.page_groups is None:
+        return tuple(sorted(checkpoint.plans))
+    return max(config.page_groups.layers, key=len)
 
 
 def _buffers(memory: PageMemory, most_bytes: int) -> Buffers:
@@ -142,7 +155,7 @@ def _unnamed(
     return PageFormat(
         bytes(32),
         config.page_size,
-        len(checkpoint.plans),
+        len(_held_layers(checkpoint, config)),
         dtype_name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
         store.row_keys,
         memory.num_bytes,
