@@ -115,7 +115,6 @@ class StateArrays(NamedTuple):
     addresses_LX: Ints  # of each layer with states: its last inputs, and its recurrent state
     num_slots: int
     parts_X4: Ints  # see `Batch.parts_X4`
-    kept_LRY: Numbers  # inputs of each layer that drafts need again; without drafts no rows
 
 
 class FusedStep(NamedTuple):

@@ -68,13 +68,6 @@ def _rows(address: int, num_rows: int, width: int, like: Numbers) -> Numbers:
 
 
 @jit()
-def _keep(x_RY: Numbers, x_at: int, num: int, kept_LRY: Numbers, layer: int, kept_at: int) -> None:
-    """Copy columns of a layer's inputs, if this step has drafts."""
-    for r in range(kept_LRY.shape[1]):
-        kept_LRY[layer, r, kept_at : kept_at + num] = x_RY[r, x_at : x_at + num]
-
-
-@jit()
 def _delta(
     fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
     step: FusedStep, thread: int, num_threads: int,
@@ -91,18 +84,11 @@ def _delta(
     steps_RY = _rows(addresses_B[fields_F[FOURTH]], num_rows, fields_F[FOURTH_WIDTH], like)
     x_at, gate_at = fields_F[FIRST_AT], fields_F[SECOND_AT]
     beta_at, step_at = fields_F[THIRD_AT], fields_F[FOURTH_AT]
-    width = num_heads * dim
     beta_RH = np.empty((num_rows, num_heads), np.float32)
     step_RH = np.empty((num_rows, num_heads), np.float32)
     for r in range(num_rows):
         widen(betas_RY[r, beta_at : beta_at + num_heads], beta_RH[r])
         widen(steps_RY[r, step_at : step_at + num_heads], step_RH[r])
-    if thread == 0:
-        _keep(x_RY, x_at, num_channels, states.kept_LRY, layer, 0)
-        _keep(gate_RY, gate_at, width, states.kept_LRY, layer, num_channels)
-        at = num_channels + width
-        _keep(betas_RY, beta_at, num_heads, states.kept_LRY, layer, at)
-        _keep(steps_RY, step_at, num_heads, states.kept_LRY, layer, at + num_heads)
     floats = step.like_scale
     weights = (
         carray(pointer_to(weights_F[TAPS], floats), (num_taps, num_channels)),
@@ -135,8 +121,6 @@ def _convolution(
     weights_F = carray(pointer_to(fields_F[ADDRESS], fields_F), fields_F[LENGTH])
     num_taps, num_channels = weights_F[NUM_TAPS], weights_F[NUM_CHANNELS]
     joined_RY = _rows(addresses_B[fields_F[FIRST]], num_rows, fields_F[FIRST_WIDTH], like)
-    if thread == 0:
-        _keep(joined_RY, x_at, 3 * num_channels, states.kept_LRY, layer, 0)
     floats = step.like_scale
     taps_WC = carray(pointer_to(weights_F[TAPS], floats), (num_taps, num_channels))
     bias_C = carray(pointer_to(weights_F[BIASES], floats), num_channels)

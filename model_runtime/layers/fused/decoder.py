@@ -56,7 +56,7 @@ from ropewalk.model_runtime.layers.fused.program import (
     Program,
     build_program,
 )
-from ropewalk.model_runtime.layers.fused.states import StateLayers, advanced
+from ropewalk.model_runtime.layers.fused.states import advance_function, advanced, state_arrays
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
@@ -130,8 +130,7 @@ class DecoderLayers:
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
         sources = [each.source for each in self._instructions]
         self._experts_product = experts_product(sources)
-        self._states = StateLayers(self._instructions)
-        self._advance = self._states.advance_function()
+        self._advance = advance_function(self._instructions)
         self._note_products()
         self.read_bytes += sum(
             active_bytes(each.mixture) for each in sources if isinstance(each, Leave)
@@ -266,7 +265,6 @@ class DecoderLayers:
         num_operations = len(program.instructions) - (not with_head)
         pages = next(iter(step.store.arrays.values()))
         tables = [step.tables.layer(each).kernel_arrays for each in program.table_types]
-        states = self._states.arrays(step, hidden_RE)
         plain_step = FusedStep(
             program.fields_OF[:num_operations],
             program.factors_OX[:num_operations],
@@ -278,7 +276,7 @@ class DecoderLayers:
             backend.sequences,
             *backend.pages_of_groups,
             step.store.group_L,
-            states,
+            state_arrays(step),
             tuple((tables * MOST_TABLES)[:MOST_TABLES]),
         ).unnamed()
         num_threads = self._num_threads(backend)
@@ -305,7 +303,6 @@ class DecoderLayers:
             run(thread, num_threads, arrived, addresses_B, num_rows, hidden_RE, plain_step)
 
         run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
-        self._states.keep(step, states.kept_LRY, self._dtype)
         if with_head:
             return logits_RV
         slot = program.slots[program.result]
@@ -322,9 +319,13 @@ class DecoderLayers:
         return max(by_weights, len(shares))
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
-        """Return whether the step reads the cache as the model's layers do, on a CPU."""
+        """Return whether the step reads the cache as the model's layers do, on a CPU.
+
+        A step with drafts of a model with states is not, because it keeps the inputs of layers.
+        """
         return (
             type(step) is PagedStep
+            and step.state_calls is None
             and step.plans is self._plans
             and isinstance(step.backend, CpuAttention)
         )

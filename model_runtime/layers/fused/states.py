@@ -1,14 +1,12 @@
-"""Layers with states within a program: their slots and parts, and inputs that drafts need again.
+"""Layers with states within a program.
 
-Shapes: T = flat tokens, C = columns of a slot, L = layers with states, R = rows that are kept, Y =
-columns of all inputs of a layer.
+Shapes: T = flat tokens, C = columns of an input.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import PagedStep
@@ -27,35 +25,18 @@ _OPERANDS = (
 )
 
 
-class StateLayers:
-    """The layers of a program that keep states."""
+def advance_function(instructions: Sequence[Instruction]) -> Any:
+    """Return the compiled function that advances a program's states; None if it has none."""
+    sources = (each.source for each in instructions)
+    calls = (each.call for each in sources if isinstance(each, Advance))
+    return next((call.operation().advance for call in calls), None)
 
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._sources = [each.source for each in instructions if isinstance(each.source, Advance)]
-        self._width = max((sum(_widths(each)) for each in self._sources), default=0)
 
-    def advance_function(self) -> Any:
-        """Return the compiled function that advances every layer; None without any."""
-        return self._sources[0].call.operation().advance if self._sources else None
-
-    def arrays(self, step: PagedStep, like: Numbers) -> StateArrays:
-        """Return the slots and parts of a step; `like`: its rows."""
-        num_kept = 0 if step.state_calls is None else len(like)
-        kept_LRY = np.empty((len(self._sources), num_kept, self._width), like.dtype)
-        if step.states is None:
-            return StateArrays(_NO_ADDRESSES, 0, step.parts_X4, kept_LRY)
-        states = step.states
-        return StateArrays(states.addresses_LX, states.num_slots, step.parts_X4, kept_LRY)
-
-    def keep(self, step: PagedStep, kept_LRY: NDArray[Any], dtype: Any) -> None:
-        """Let a step advance states by drafts later, from the inputs that it kept."""
-        if step.state_calls is None:
-            return
-        for source, kept_RY in zip(self._sources, kept_LRY, strict=True):
-            edges = np.cumsum(_widths(source))[:-1]
-            parts = np.split(kept_RY[:, : sum(_widths(source))], edges, axis=1)
-            inputs = [as_tensor(np.ascontiguousarray(part), dtype) for part in parts]
-            step.state_calls[source.layer] = source.call.of(inputs)
+def state_arrays(step: PagedStep) -> StateArrays:
+    """Return the slots and parts of a step."""
+    if step.states is None:
+        return StateArrays(_NO_ADDRESSES, 0, step.parts_X4)
+    return StateArrays(step.states.addresses_LX, step.states.num_slots, step.parts_X4)
 
 
 def advanced(each: Instruction, source: Advance, step: PagedStep, arrays: list[Any]) -> Numbers:
