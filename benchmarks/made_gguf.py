@@ -1,10 +1,8 @@
-"""What GGUF files with random weights share: blocks of each type, and a tokenizer.
+"""Blocks of GGUF types with random weights.
 
 A step takes as long with random weights as with others. Weights have a mean of about zero, so that
 activations do not grow with depth.
 """
-
-from typing import Any
 
 import gguf
 import numpy as np
@@ -38,28 +36,6 @@ def has_more_bits(layer: int, num_layers: int) -> bool:
     """Return whether llama-quantize's Q4_K_M gives a layer's sensitive weights more bits."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
-
-
-def add_tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> None:
-    """Add a byte-level tokenizer with one merge, and fillers up to `size` tokens."""
-    vocabulary = _vocabulary(size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(vocabulary["tokens"])
-    writer.add_token_types(vocabulary["token_type"])
-    writer.add_token_merges(vocabulary["merges"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
-
-
-def _vocabulary(size: int) -> dict[str, list[Any]]:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [chr(256 + place) for place in range(256 - len(printable))]
-    tokens = ["<|begin|>", "<|end|>", *sorted([*map(chr, printable), *others]), "ab"]
-    kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
-    tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
-    return {"tokens": tokens, "token_type": kinds, "merges": ["a b"]}
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

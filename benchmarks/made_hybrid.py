@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.made_gguf import add_tokenizer, blocks, finish, has_more_bits
+from benchmarks.made_gguf import blocks, finish, has_more_bits
+from benchmarks.made_mixture import add_vocabulary
 
 _ARCHITECTURE = "qwen35"
 _CONTEXT, _INTERVAL, _TAPS = 262_144, 4, 4
@@ -118,7 +119,7 @@ def write(path: Path, shape: Shape, types: str) -> None:
     writer.add_ssm_time_step_rank(shape.states)
     writer.add_ssm_inner_size(shape.states * shape.state_dim)
     writer.add_uint32(f"{_ARCHITECTURE}.full_attention_interval", _INTERVAL)
-    add_tokenizer(writer, shape.vocabulary, "qwen35")
+    add_vocabulary(writer, shape.vocabulary, "qwen35")
     kind = Type.Q8_0 if types == "Q8_0" else Type.Q6_K
     rows = blocks(kind, shape.vocabulary, shape.hidden, seed=7)
     writer.add_tensor("token_embd.weight", rows, raw_dtype=kind)  # the head is tied to it
