@@ -88,10 +88,10 @@ def _gpu_facts(device: torch.device) -> dict[str, object]:
     """Return what a GPU, its libraries and the compiler of its kernels decide; none on a CPU."""
     if device.type != "cuda":
         return {}
-    triton: str | None = version("triton") if has_gpu_kernels(device) else None  # type: ignore[no-untyped-call]
+    triton = version("triton") if has_gpu_kernels(device) else None
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "cuda": [torch.version.cuda, torch.backends.cudnn.version(), triton],
+        "cuda": [torch.version.cuda, torch.backends.cudnn.version(), triton],  # type: ignore[no-untyped-call]
     }
 
 
