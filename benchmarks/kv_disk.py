@@ -34,6 +34,7 @@ _START_S = 300.0
 _READY = '{"prompt": "a", "max_tokens": 1}'
 _FIRST_ID, _LAST_ID = 16, 2000  # below the special tokens of most models
 _SEED = 11
+_STARTS = "off,written,disk,memory"
 
 
 class Served(NamedTuple):
@@ -55,10 +56,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="1024,8192", help="tokens of the prompts")
-    parser.add_argument("--no-restarts", action="store_true", help="leave the first table out")
+    parser.add_argument("--starts", default=_STARTS, help="rows of the first table; empty: none")
     parser.add_argument("--writes", type=int, default=0, help="pairs of new prompts; 0: no table")
     parser.add_argument("--rounds", type=int, default=5, help="of decoding; 0: no such table")
     parser.add_argument("--decoded", type=int, default=256, help="tokens of a decoded answer")
+    parser.add_argument(
+        "--first",
+        choices=("without", "with"),
+        default="without",
+        help="server of a pair that starts first; the order alone may change rates by a fifth",
+    )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--flags", default="", help='of the servers, as "--threads 1"')
     parsed = parser.parse_args()
@@ -66,17 +73,18 @@ def main() -> None:
         serve = [str(parsed.model), *shlex.split(parsed.flags)]
         folder = Path(name) / "kv"
         lengths = [int(each) for each in parsed.lengths.split(",") if each]
-        restarted = [] if parsed.no_restarts else lengths
+        starts = [each for each in parsed.starts.split(",") if each]
+        restarted = lengths if starts else []
         if restarted:
             _write("| tokens | start | first token, s | tokens found | pages, MB/s |")
             _write("|---:|---|---:|---:|---:|")
         for length in restarted:
-            measure_restarts(serve, folder, length)
+            measure_restarts(serve, folder, length, starts)
         if parsed.writes or parsed.rounds:
             with ExitStack() as stack:
                 servers = {
                     name: stack.enter_context(server(serve, folder if name == "with" else None))
-                    for name in ("without", "with")
+                    for name in sorted(("without", "with"), key=lambda each: each != parsed.first)
                 }
                 for length in lengths if parsed.writes else ():
                     measure_writing(servers, length, parsed.writes)
@@ -84,11 +92,11 @@ def main() -> None:
                     measure_decoding(servers, parsed.rounds, parsed.decoded)
 
 
-def measure_restarts(serve: list[str], folder: Path, length: int) -> None:
+def measure_restarts(serve: list[str], folder: Path, length: int, starts: list[str]) -> None:
     """Measure the first token of one prompt after each kind of start."""
     prompt = prompt_of(length)
     shutil.rmtree(folder, ignore_errors=True)
-    for start in ("off", "written", "disk", "memory"):
+    for start in starts:
         if start == "disk":
             drop_from_memory(folder)
         with server(serve, None if start == "off" else folder) as served:

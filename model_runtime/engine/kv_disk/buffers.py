@@ -2,7 +2,7 @@
 
 A step may write to the cache at any time, so no other thread reads or writes it. On a CPU, the
 engine's thread copies a page in a millisecond for three megabytes (`PageMemory`). A GPU copies
-while it computes (device_pages.py).
+while it computes (offload/device_pages.py).
 """
 
 import threading

@@ -84,7 +84,7 @@ def _copies(device: torch.device, config: EngineConfig, store: KVCache) -> PageC
             f"{config.tier_setting} needs the model on a CPU, or on a GPU of CUDA with "
             f"kv_offload_gib beside it, and it is on {device}"
         )
-    from ropewalk.model_runtime.engine.kv_disk.device_pages import (  # noqa: PLC0415  # rare
+    from ropewalk.model_runtime.engine.kv_disk.offload.device_pages import (  # noqa: PLC0415  # rare
         DevicePages,
         SideStream,
     )
@@ -117,7 +117,7 @@ def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> 
 
 def _offloaded(gib: float, form: PageFormat, counting: Counting, below: _Opening) -> _Opening:
     """Return host memory before a place. Raises ModelError if it is too large, or too small."""
-    from ropewalk.model_runtime.engine.kv_disk.host_memory import (  # noqa: PLC0415  # rare
+    from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import (  # noqa: PLC0415  # rare
         HostMemory,
     )
 

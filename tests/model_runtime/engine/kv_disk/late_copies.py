@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.engine.kv_disk import build
-from ropewalk.model_runtime.engine.kv_disk.device_pages import DevicePages
+from ropewalk.model_runtime.engine.kv_disk.offload.device_pages import DevicePages
 
 
 class LateDone:

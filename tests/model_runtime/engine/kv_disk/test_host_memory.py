@@ -10,7 +10,7 @@ import pytest
 
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
-from ropewalk.model_runtime.engine.kv_disk.host_memory import HostMemory
+from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import HostMemory
 from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
