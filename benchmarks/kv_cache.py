@@ -83,26 +83,32 @@ def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
     return Held(runner, table_id, order.tolist())
 
 
-def quality(checkpoint: Checkpoint, kinds: list[str], num_tokens: int, num_rows: int) -> None:
-    """Print KL, perplexity and top-1 of each format against the exact cache."""
+def quality(
+    checkpoint: Checkpoint, kinds: list[str], num_tokens: int, num_rows: int, ids: Path | None
+) -> None:
+    """Print KL, perplexity and top-1 of each format against the exact cache.
+
+    `ids`: a file for the token ids, which `peer_kv_cache.py` reads.
+    """
     text = "\n".join(each.text for each in library_documents(held_out=True))[: 8 * num_tokens]
-    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False, param="text")
+    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=True, param="text")
     if len(token_ids) <= num_tokens:
         raise click.BadParameter(f"--tokens: the text has {len(token_ids)}, got {num_tokens}")
     known, next_R = token_ids[:num_tokens], torch.tensor(token_ids[: num_tokens + 1][-num_rows:])
-    found: dict[str, Tensor] = {}
-    for kind in (EXACT, *kinds):
-        found[kind] = held(checkpoint, kind, num_tokens + _PAGE).scored(known, num_rows)
-    exact_RV = found[EXACT]
-    loss = {kind: -float(each.gather(1, next_R[:, None]).mean()) for kind, each in found.items()}
+    if ids is not None:
+        ids.write_text("\n".join(map(str, token_ids[: num_tokens + 1])))
+    exact_RV = held(checkpoint, EXACT, num_tokens + _PAGE).scored(known, num_rows)
+    exact_loss = -float(exact_RV.gather(1, next_R[:, None]).mean())
     click.echo(f"\nThe last {num_rows} of {num_tokens} tokens.\n")
     click.echo("| format | bytes a token | KL | perplexity | same top token |")
     click.echo("|---|---:|---:|---:|---:|")
-    for kind, logprobs_RV in found.items():
+    for kind in (EXACT, *kinds):
+        logprobs_RV = held(checkpoint, kind, num_tokens + _PAGE).scored(known, num_rows)
+        loss = -float(logprobs_RV.gather(1, next_R[:, None]).mean())
         kl = float((exact_RV.exp() * (exact_RV - logprobs_RV)).sum(-1).mean())
         same = float((exact_RV.argmax(-1) == logprobs_RV.argmax(-1)).double().mean())
         size = token_bytes(checkpoint.plans, checkpoint.dtype, kind, _PAGE)
-        change = np.exp(loss[kind] - loss[EXACT]) - 1
+        change = np.exp(loss - exact_loss) - 1
         click.echo(f"| {kind} | {size} | {kl:.5f} | {change:+.2%} | {same:.1%} |")
 
 
@@ -131,18 +137,21 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
 @click.option("--formats", default=",".join((ROUNDED, *FORMATS)), show_default=True)
 @click.option("--tokens", default=2048, show_default=True, help="Of the text; 0: no quality.")
 @click.option("--rows", default=256, show_default=True, help="Scored tokens at its end.")
+@click.option(
+    "--ids", type=click.Path(path_type=Path), help="A file for the tokens, for peer_kv_cache.py."
+)
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
 @click.option("--rounds", default=10, show_default=True)
 @torch.inference_mode()
 def main(  # noqa: PLR0917
-    model: Path, formats: str, tokens: int, rows: int, contexts: str, rounds: int
+    model: Path, formats: str, tokens: int, rows: int, ids: Path | None, contexts: str, rounds: int
 ) -> None:
     """Measure a folder or GGUF file on a CPU."""
     torch.set_num_threads(1)
     checkpoint = load_checkpoint(model, device="cpu")
     kinds = formats.split(",")
     if tokens:
-        quality(checkpoint, kinds, tokens, rows)
+        quality(checkpoint, kinds, tokens, rows, ids)
     lengths = [int(each) for each in contexts.split(",") if int(each)]
     if lengths:
         rates(checkpoint, kinds, lengths, rounds)

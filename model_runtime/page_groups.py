@@ -55,7 +55,7 @@ class PageGroups:
 
     def padded(self, num_bytes: int) -> int:
         """Return the bytes of all layers with those of places without a layer."""
-        return num_bytes // self.num_layers * self.num_places * self.num_groups
+        return -(-num_bytes * self.num_places * self.num_groups // self.num_layers)
 
     def beyond(self, num_bytes: int) -> int:
         """Return the bytes that a token takes beyond all windows, of those of all groups."""

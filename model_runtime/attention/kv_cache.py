@@ -92,8 +92,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        held = {id(pair): pair for pair in self._pages.values()}
-        return sum(each.nbytes for pair in held.values() for each in pair)
+        held = {id(each): each for pair in self._pages.values() for each in pair}
+        return sum(each.nbytes for each in held.values())
 
     @cached_property
     def arrays(self) -> dict[int, PageArrays]:
@@ -114,12 +114,16 @@ class KVCache:
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:
-        """Return the bytes of each page [N, bytes], keys then values of each layer. On a CPU."""
+        """Return the bytes of each page [N, bytes], keys then values of each layer. On a CPU.
+
+        With groups of layers, a page has those of one group.
+        """
         return [each.numpy() for each in self.page_bytes()]
 
     def page_bytes(self) -> list[Tensor]:
         """Return the bytes of each page, uint8 [N, bytes], keys then values of each layer."""
-        tensors = [each for index in sorted(self._pages) for each in self._pages[index]]
+        every = (each for index in sorted(self._pages) for each in self._pages[index])
+        tensors = {id(each): each for each in every}.values()
         # A page's numbers are contiguous in any layout, and whose they are does not matter here.
         return [
             torch.empty(0, dtype=torch.uint8, device=each.device)

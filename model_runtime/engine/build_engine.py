@@ -58,13 +58,8 @@ def _built(
 ) -> Engine:
     if config.kv_cache_dtype != EXACT and make is not ModelRunner:
         raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
-    if config.page_groups is not None and (
-        config.seals_pages or config.tier_setting is not None or checkpoint.states
-    ):
-        raise ModelError(
-            "page_groups are for a cache that seals no pages, without pages below it, and for "
-            "models without states"
-        )
+    if config.page_groups is not None and checkpoint.states:
+        raise ModelError("page_groups are for models without states")
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
     runner = build_runner(checkpoint, config, profiles, make)
@@ -178,7 +173,7 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
         runner.run([decode])  # a step within one page can be one compiled call
     if config.seals_pages:  # and one across pages is a call for each layer
         first = min(config.page_size - 1, config.max_model_len - num_tokens)
-        runner.run([prompt._replace(first_position=first, pages=[page, page])])
+        runner.run([prompt._replace(first_position=first, pages=[page] * 2 * config.num_groups)])
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

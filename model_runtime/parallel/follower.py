@@ -23,7 +23,7 @@ from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.parallel.division import ColumnDivision
 from ropewalk.model_runtime.parallel.group import Group
 from ropewalk.model_runtime.parallel.plan import plan_of
-from ropewalk.model_runtime.parallel.wire import Kind, Link, profile_of, unpack_spans
+from ropewalk.model_runtime.parallel.wire import Kind, Link, SpanUnpacker, profile_of
 from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -39,6 +39,7 @@ class Follower:
         self._group: Group | None = None
         self._checkpoint: Checkpoint | None = None
         self._runner: ModelRunner | None = None
+        self._unpacker = SpanUnpacker()
 
     @property
     def group(self) -> Group:
@@ -99,11 +100,12 @@ class Follower:
         )
         for each in values["profiles"]:
             tables.id_of(profile_of(each))
+        self._unpacker = SpanUnpacker()
         self._runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
 
     @torch.inference_mode()
     def _step(self, content: bytes, *, has_tokens: bool) -> None:
-        spans = unpack_spans(content)
+        spans = self._unpacker.unpack(content)
         token_S = None
         if not has_tokens:
             token_S = torch.zeros(len(spans), dtype=torch.int64, device=self.checkpoint.device)

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.parallel.division import ColumnDivision
 from ropewalk.model_runtime.parallel.followers import Followers
 from ropewalk.model_runtime.parallel.group import Group, RanksApartError
 from ropewalk.model_runtime.parallel.plan import Plan, check_devices, plan_of
-from ropewalk.model_runtime.parallel.wire import Kind, json_bytes, pack_spans, profile_values
+from ropewalk.model_runtime.parallel.wire import Kind, SpanPacker, json_bytes, profile_values
 from ropewalk.model_runtime.runner.cuda_graphs import Recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
@@ -42,6 +42,7 @@ class MirroredRunner(ModelRunner):
         self._group = group
         self._known = set(tables.profiles)
         self._is_apart = False
+        self._packer = SpanPacker()
         followers.send(
             Kind.BUILD,
             json_bytes(
@@ -70,7 +71,7 @@ class MirroredRunner(ModelRunner):
         """Send the step, then build it here; any error of it leaves the ranks apart."""
         kind = Kind.STEP if token_S is None else Kind.FOLLOWING_STEP
         try:
-            self._followers.send(kind, pack_spans(spans))
+            self._followers.send(kind, self._packer.pack(spans))
             if token_S is not None:
                 self._group.share_from_first(token_S)
             forward = super().prepare(spans, token_S)

@@ -33,6 +33,7 @@ from ropewalk.rope.positions import DualChunk
 from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
 _HEAD = struct.Struct("<BI")  # kind, bytes that follow
+_KNOWN = -1  # in place of a number of pages: those of the same row in the step before
 _SPAN = 5  # numbers that describe a span before its tokens, pages and rows
 # The parts of a profile: scalings and position methods.
 _KINDS: dict[str, type[Any]] = {
@@ -121,33 +122,58 @@ def json_bytes(values: Any) -> bytes:
     return json.dumps(values).encode()
 
 
-def pack_spans(spans: Sequence[Span]) -> bytes:
-    """Return the spans of a step as bytes."""
-    rows: list[Sequence[int] | NDArray[np.int32]] = []
-    for span in spans:
-        numbers = (
-            len(span.token_ids),
-            span.first_position,
-            len(span.pages),
-            span.table_id,
-            len(span.logit_rows),
-        )
-        rows += [numbers, span.token_ids, span.pages, span.logit_rows]
-    # The pages are an array, so that no loop of Python goes through them.
-    return b"".join(np.asarray(row, dtype=np.int32).tobytes() for row in rows)
+class SpanPacker:
+    """Packs the spans of steps for followers.
+
+    A page table that the same row had in the step before is not sent again: seven groups of layers
+    have 57 KB of them for a context of 131,072 tokens.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[object] = []  # the array that each row had
+
+    def pack(self, spans: Sequence[Span]) -> bytes:
+        """Return the spans of a step as bytes, which must be the next that are unpacked."""
+        rows: list[Sequence[int] | NDArray[np.int32]] = []
+        for row, span in enumerate(spans):
+            is_known = row < len(self._sent) and span.pages is self._sent[row]
+            numbers = (
+                len(span.token_ids),
+                span.first_position,
+                _KNOWN if is_known else len(span.pages),
+                span.table_id,
+                len(span.logit_rows),
+            )
+            pages = () if is_known else span.pages
+            rows += [numbers, span.token_ids, pages, span.logit_rows]
+        # A list may change, and an array of pages keeps its numbers.
+        self._sent = [each.pages if isinstance(each.pages, np.ndarray) else None for each in spans]
+        # The pages are an array, so that no loop of Python goes through them.
+        return b"".join(np.asarray(row, dtype=np.int32).tobytes() for row in rows)
 
 
-def unpack_spans(content: bytes) -> list[Span]:
-    """Return the spans that `pack_spans` has packed."""
-    numbers = np.frombuffer(content, np.int32)
-    spans, at = [], 0
-    while at < len(numbers):
-        num_tokens, first, num_pages, table_id, num_rows = numbers[at : at + _SPAN].tolist()
-        ends = np.cumsum((at + _SPAN, num_tokens, num_pages, num_rows)).tolist()
-        token_ids, pages, rows = (numbers[begin:end] for begin, end in pairwise(ends))
-        spans.append(Span(token_ids.tolist(), first, pages, table_id, rows.tolist()))
-        at = ends[-1]
-    return spans
+class SpanUnpacker:
+    """Unpacks what one `SpanPacker` has packed, in the same order."""
+
+    def __init__(self) -> None:
+        self._received: list[NDArray[np.int32]] = []  # the page table of each row
+
+    def unpack(self, content: bytes) -> list[Span]:
+        """Return the spans of a step."""
+        numbers = np.frombuffer(content, np.int32)
+        spans: list[Span] = []
+        at = 0
+        while at < len(numbers):
+            num_tokens, first, num_pages, table_id, num_rows = numbers[at : at + _SPAN].tolist()
+            lengths = (at + _SPAN, num_tokens, max(0, num_pages), num_rows)
+            ends = np.cumsum(lengths).tolist()
+            token_ids, pages, rows = (numbers[begin:end] for begin, end in pairwise(ends))
+            if num_pages == _KNOWN:
+                pages = self._received[len(spans)]
+            spans.append(Span(token_ids.tolist(), first, pages, table_id, rows.tolist()))
+            at = ends[-1]
+        self._received = [np.asarray(each.pages, np.int32) for each in spans]
+        return spans
 
 
 def profile_values(profile: Profile) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def sealed_store(
         dtype,
         form=FORMATS[name],
         num_open=config.max_num_seqs,
+        groups=config.page_groups,
     )
 
 

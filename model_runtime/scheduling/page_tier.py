@@ -10,10 +10,13 @@ class PageTier(Protocol):
     """Pages of prefixes that outlive their place in the cache. For the engine's thread only."""
 
     def offer(self, key: Key, depth: int) -> None:
-        """Note a page that was published, to be kept later; `depth` pages are before it."""
+        """Note a page that was published, to be kept later.
+
+        `key`: of the page in its group of layers. `depth` pages of the group are before it.
+        """
 
     def used(self, keys: list[Key]) -> None:
-        """Note that a sequence starts with the cached pages of these keys, its first ones."""
+        """Note that a sequence starts with the cached pages of these keys, by position."""
 
     @property
     def num_awaited(self) -> int:

@@ -37,6 +37,11 @@ class SequencePages:
         self.tier: PageTier | None = None  # None: evicted pages are lost
         self._detained: list[list[int]] | None = None  # None: pages are released at once
 
+    @property
+    def layout(self) -> tuple[tuple[int | None, ...], int]:
+        """Return the keys that each group of layers reads, None: all, and the size of a page."""
+        return self._windows, self.page_size
+
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the pages that the first `num_tokens` tokens need beside those that are there."""
         num_pages = -(-num_tokens // self.page_size) * self.num_groups
@@ -176,7 +181,11 @@ class SequencePages:
             self.states.start(sequence, keys)
         self.pool.share([page for page in found if page != HOLE])
         if self.tier is not None and found:
-            self.tier.used(keys[: len(found)])
+            self.tier.used([
+                group_key(keys[at // self.num_groups], at % self.num_groups)
+                for at, page in enumerate(found)
+                if page != HOLE
+            ])  # fmt: skip
         sequence.pages = list(found)
         sequence.num_published = self.num_per_group(found)
         sequence.num_computed = sequence.num_published * self.page_size
@@ -243,11 +252,11 @@ class SequencePages:
         keys = sequence.page_keys(num_full, self.page_size)
         for at in range(sequence.num_published, num_full):
             for group in range(self.num_groups):
-                page = sequence.pages[at * self.num_groups + group]
+                page, key = sequence.pages[at * self.num_groups + group], group_key(keys[at], group)
                 if page != HOLE:
-                    self.index.publish(page, group_key(keys[at], group))
-            if self.tier is not None:
-                self.tier.offer(keys[at], at)
+                    self.index.publish(page, key)
+                    if self.tier is not None:
+                        self.tier.offer(key, at)
         sequence.num_published = num_full
 
     def invalidate_prefix_cache(self, running: Iterable[Sequence]) -> None:

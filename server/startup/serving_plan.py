@@ -151,7 +151,7 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
             "be auto"
         )
     deployments = plan_deployments(settings, facts.native)
-    groups, why_whole = _groups(settings, facts, deployments)
+    groups, why_whole = _groups(facts, deployments)
     config, memory = _config(settings, facts, deployments, groups)
     deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
@@ -164,11 +164,11 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
 
 
 def _groups(
-    settings: ServeSettings, facts: ModelFacts, deployments: Iterable[Deployment]
+    facts: ModelFacts, deployments: Iterable[Deployment]
 ) -> tuple[PageGroups | None, str | None]:
     longest = max(each.max_len for each in deployments)
     layers = facts.windows, facts.shapes
-    return planned_groups(settings, *layers, longest, has_states=facts.slot_bytes > 0)
+    return planned_groups(*layers, longest, has_states=facts.slot_bytes > 0)
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:

@@ -64,7 +64,6 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
         kv_cache_dtype=settings.kv_cache_dtype,
         max_chunk=settings.max_num_batched_tokens,
         windows=planned_groups(
-            settings,
             outline.windows(),
             outline.layers(),
             max(each.max_len for each in deployments),

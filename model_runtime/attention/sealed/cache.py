@@ -18,13 +18,14 @@ from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
-from ropewalk.model_runtime.page_groups import LayerShape
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 
 class SealedCache(KVCache):
     """Sealed pages [N, K, R] and open pages [X, K, E] for every attention layer, on a CPU.
 
     `pages` and `arrays` return them in this order. `dtype` is that of the open pages.
+    With groups of layers, layers share sealed pages as in `KVCache`. Open pages are never shared.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class SealedCache(KVCache):
         *,
         form: PageFormat,
         num_open: int,
+        groups: PageGroups | None = None,
     ) -> None:
         """Allocate the pages. Raises ModelError if a layer has no such pages."""
         form.check(layers)
@@ -44,15 +46,19 @@ class SealedCache(KVCache):
         self._layers = layers
         self.page_size = page_size
         self.dtype = dtype
+        self.groups = groups
         self._pages = {}
         self.most_numbers = 0
+        shared: dict[int, Tensor] = {}  # by the place of a layer in a page
         for index, layer in layers.items():
             record = form.record_bytes(layer, page_size)
             numbers = page_size * (layer.key_dim + layer.value_dim)
-            self._pages[index] = (
-                torch.zeros(num_pages, layer.num_key_heads, record, dtype=torch.uint8),
-                torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype),
-            )
+            place = index if groups is None else self.places[index][1]
+            if place not in shared:
+                shape = num_pages, layer.num_key_heads, record
+                shared[place] = torch.zeros(*shape, dtype=torch.uint8)
+            opened = torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype)
+            self._pages[index] = shared[place], opened
             self.most_numbers = max(self.most_numbers, layer.num_key_heads * numbers)
 
     def own_backend(self) -> Any:
@@ -95,6 +101,7 @@ class SealedCache(KVCache):
         return np.array(rows, np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:
-        """Return the bytes of each sealed page [N, bytes], layer by layer."""
-        sealed: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
+        """Return the bytes of each sealed page [N, bytes], layer by layer of its group."""
+        every: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
+        sealed = {id(each): each for each in every}.values()
         return [each.flatten(1).numpy() for each in sealed]

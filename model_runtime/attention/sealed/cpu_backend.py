@@ -28,9 +28,13 @@ class SealedCpuAttention(CpuAttention):
 
     def __init__(self, batch: Batch) -> None:
         """Prepare a step. The batch has the own pages of its tokens."""
-        super().__init__(batch)
         assert batch.own_pages is not None, "a batch for a cache that seals nothing"
         self._own: OwnPages = batch.own_pages
+        super().__init__(batch)
+
+    def take_pages(self, batch: Batch) -> None:
+        """Prepare the pages of the batch. The own pages of a token are those of all groups."""
+        super().take_pages(batch)
         self.destinations = Destinations(self._own.own_T, self.destinations.offset_T)
 
     @property

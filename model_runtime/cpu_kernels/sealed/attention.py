@@ -135,7 +135,10 @@ def _pages_of(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Any, ...]
 def _write(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
     key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
     pages = _pages_of(fields_F, key_RC, step)
-    write_pages(key_RC, key_at, value_RC, value_at, step.destinations, step.sequences, pages)
+    _, begins, firsts, table_ids = step.sequences
+    table_SN = step.page_table_GSN[step.group_L[fields_F[LAYER]]]
+    sequences = (table_SN, begins, firsts, table_ids)
+    write_pages(key_RC, key_at, value_RC, value_at, step.destinations, sequences, pages)
 
 
 ACCESS = Access(attend_sealed, _pages_of, _write)

@@ -105,6 +105,7 @@ def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> 
         facts = {
             "version": VERSION,
             **model_facts(checkpoint, config),
+            **_layout(config),
             **arithmetic_facts(checkpoint),
         }
         content = files.content(known_in=hashes_folder(config))
@@ -142,6 +143,11 @@ def _offloaded(gib: float, form: PageFormat, counting: Counting, below: _Opening
         return HostMemory(store.form, most_bytes, counting, store)
 
     return place, open_store
+
+
+def _layout(config: EngineConfig) -> dict[str, object]:
+    """Return which layers a page holds, if it does not hold all."""
+    return {} if config.page_groups is None else {"groups": config.page_groups.layers}
 
 
 def _folder(
@@ -189,9 +195,16 @@ def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> I
                 sealed.record_bytes(layers[index], page_size),
                 *sealed.parameter_bytes(layers[index], page_size),
             )
-            for index in sorted(layers)
+            for index in _held_layers(checkpoint, config)
         ]
     )
+
+
+def _held_layers(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, ...]:
+    """Return the layers of a page, or those that have the shapes of its layers."""
+    if config.page_groups is None:
+        return tuple(sorted(checkpoint.plans))
+    return max(config.page_groups.layers, key=len)
 
 
 def _buffers(memory: PageCopies, most_bytes: int) -> Buffers:
@@ -206,7 +219,7 @@ def _unnamed(
     return PageFormat(
         bytes(32),
         config.page_size,
-        len(checkpoint.plans),
+        len(_held_layers(checkpoint, config)),
         dtype_name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
         store.row_keys,
         memory.num_bytes,

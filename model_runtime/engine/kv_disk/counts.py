@@ -58,6 +58,12 @@ class Counting:
             self._counts.pages["read"] += 1
             self._counts.num_tokens_read += num_tokens
 
+    def reached(self, num_tokens: int) -> None:
+        """Count tokens that a sequence need not compute because of pages that were counted."""
+        with self._lock:
+            self._has_news = True
+            self._counts.num_tokens_read += num_tokens
+
     def spent(self, *, read_s: float = 0.0, write_s: float = 0.0) -> None:
         """Add the time that files took."""
         with self._lock:

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
+from ropewalk.model_runtime.scheduling.read_plan import Pages, stored_key
 
 _NUM_THREADS = 2
 _LOOK_S = 0.1  # how often a thread that waits for memory looks whether its fetch was given up
@@ -31,22 +32,23 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """The read of the pages that follow those in the cache."""
+    """The read of the pages that a sequence lacks."""
 
-    keys: list[bytes]
+    keys: list[bytes]  # of its prefix, from its start on
+    num_before: int  # of them whose pages it would start with anyway
+    pages: Pages  # those to be read; for the reading thread only
     deadline: float  # time.monotonic() at which the waiting sequence starts without the rest
-    held: list[int]  # pages of the prefix in the cache, from its start on
-    num_before: int  # of them that were there before
+    held: list[int]  # pages of the cache
     reserved: list[int]  # pages of the cache for those that are to come, and for the rest
-    arrived: deque[Bytes] = field(default_factory=deque)
+    arrived: deque[tuple[bytes, Bytes]] = field(default_factory=deque)  # by their keys
     answered: threading.Event = field(default_factory=threading.Event)  # page, or none
     is_done: bool = False  # no further page arrives
     is_given_up: bool = False
     reading_since: float | None = None  # of the page that is being read now
 
     @property
-    def num_installed(self) -> int:
-        return len(self.held) - self.num_before
+    def missing(self) -> list[bytes]:
+        return self.keys[self.num_before :]
 
 
 class Reader:
@@ -112,7 +114,7 @@ class Reader:
     def _discard(self, fetch: Fetch) -> None:
         while fetch.arrived:
             try:
-                self.buffers.give(fetch.arrived.popleft())
+                self.buffers.give(fetch.arrived.popleft()[1])
             except IndexError:  # another thread took the last one
                 return
 
@@ -131,7 +133,8 @@ class Reader:
                 self._wake()
 
     def _read(self, store: PageStore, fetch: Fetch) -> None:
-        for key in fetch.keys:
+        key = next(fetch.pages, None)
+        while key is not None:
             buffer = None
             while buffer is None and not fetch.is_given_up:
                 buffer = self.buffers.take(_LOOK_S)
@@ -139,17 +142,24 @@ class Reader:
                 break
             is_read = False
             try:
-                is_read = not fetch.is_given_up and self._read_page(store, fetch, key, buffer)
+                is_read = not fetch.is_given_up and self._read_page(
+                    store, fetch, stored_key(key), buffer
+                )
             finally:
                 if not is_read:
                     self.buffers.give(buffer)
-            if not is_read:
+            if is_read:
+                fetch.arrived.append((key, buffer))
+                if fetch.is_given_up:
+                    self._discard(fetch)
+                fetch.answered.set()
+                self._wake()
+            elif self.pause.is_on:
                 break
-            fetch.arrived.append(buffer)
-            if fetch.is_given_up:
-                self._discard(fetch)
-            fetch.answered.set()
-            self._wake()
+            try:
+                key = fetch.pages.send(is_read)
+            except StopIteration:
+                break
 
     def _read_page(self, store: PageStore, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
         began = fetch.reading_since = time.monotonic()

@@ -20,8 +20,13 @@ from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes, Done, PageCopie
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
-from ropewalk.model_runtime.scheduling.prefix_cache import Key
-from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key
+from ropewalk.model_runtime.scheduling.read_plan import (
+    pages_before,
+    stored_key,
+    wanted_pages,
+)
+from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
 
 WRITE_BYTES = 64 << 20  # of copies that wait for the disk
@@ -76,12 +81,17 @@ class DiskTier:
         """Return for how long the engine may wait for news if nothing runs."""
         return _POLL_S
 
+    @property
+    def _has_windows(self) -> bool:
+        """Return whether a read page may be of use only together with others."""
+        return any(self._pages.layout[0])
+
     # Writes
 
     def used(self, keys: list[Key]) -> None:
         """Let the store know that a sequence starts with these pages, its first ones."""
         if not self._writer.is_off:
-            self._writer.used(keys)
+            self._writer.used([stored_key(key) for key in keys])
 
     def offer(self, key: Key, depth: int) -> None:
         """Note a published page; `depth` pages are before it in its prefix."""
@@ -120,7 +130,7 @@ class DiskTier:
         done = self._memory.copy_out(page, buffer)
         if done is not None:
             self._leaving.append((done, page, key))
-        self._writer.put(Copied(key, depth, buffer, done))
+        self._writer.put(Copied(stored_key(key), depth, buffer, done))
         self._remember(key)
         return True
 
@@ -134,7 +144,7 @@ class DiskTier:
                 self._leaving.append((done, page, key))
 
     def _remember(self, key: Key) -> None:
-        self._recent.append((time.monotonic(), key))
+        self._recent.append((time.monotonic(), stored_key(key)))
         self._forget_older()
 
     def _forget_older(self) -> None:
@@ -158,23 +168,23 @@ class DiskTier:
 
         A read holds the pages that its sequence will start with.
         """
-        missing = keys[len(found) :]
+        num_found = self._pages.num_per_group(found)
+        missing = keys[num_found:]
         store = self._writer.store
         if not missing or store is None or sequence.not_on_disk == missing[0]:
             return False
-        if any(missing[0] in fetch.keys for fetch in self._fetches.values()):
+        if any(missing[0] in fetch.missing for fetch in self._fetches.values()):
             return True
         sequence.not_on_disk = missing[0]
         now = time.monotonic()
-        if not self._reader.is_usable(now) or not self._pays():
+        needed = pages_before(keys, len(keys), *self._pages.layout)
+        num_to_read = len([key for key in needed if self._pages.index.page_of(key) is None])
+        if not self._reader.is_usable(now) or not self._pays(num_to_read / len(missing)):
             return False
         most_s = _UNKNOWN_S
         if self._page_computed_s is not None:
             most_s = max(_LEAST_S, self._page_computed_s * len(missing))
-        num_new = self._pages.num_to_hold(sequence) - len(found)
-        pool = self._pages.pool
-        pool.share(found)
-        fetch = Fetch(missing, now + most_s, list(found), len(found), pool.allocate(num_new))
+        fetch = self._new_fetch(sequence, keys, found, needed, now + most_s)
         self._fetches[sequence] = fetch
         self._reader.submit(store, fetch)
         fetch.answered.wait(_LOOKUP_S)
@@ -183,9 +193,35 @@ class DiskTier:
             return False
         return True
 
-    def _pays(self) -> bool:
+    def _new_fetch(
+        self,
+        sequence: Sequence,
+        keys: list[Key],
+        found: list[int],
+        needed: list[Key],
+        deadline: float,
+    ) -> Fetch:
+        """Return a read that holds all pages of its sequence; `needed`: if every page is there."""
+        index, pool = self._pages.index, self._pages.pool
+        held = dict.fromkeys(page for page in found if page != HOLE)
+        num_before = self._pages.num_per_group(found)
+        known = {
+            key
+            for group in range(self._pages.num_groups)
+            for key in (group_key(each, group) for each in keys)
+            if index.page_of(key) is not None
+        }
+        held |= dict.fromkeys(page for key in needed if (page := index.page_of(key)) is not None)
+        num_new = self._pages.num_to_hold(sequence) - len(held)
+        pool.share(list(held))
+        reserved = pool.allocate(max(0, min(num_new, pool.num_available)))
+        pages = wanted_pages(keys, num_before, *self._pages.layout, known)
+        return Fetch(keys, num_before, pages, deadline, list(held), reserved)
+
+    def _pays(self, num_reads: float) -> bool:
+        """Return whether the reads of one position's pages take less time than computing them."""
         read_s, computed_s = self._reader.page_s, self._page_computed_s
-        if read_s is None or computed_s is None or read_s < computed_s:
+        if read_s is None or computed_s is None or read_s * num_reads < computed_s:
             return True
         self._num_refused += 1
         return self._num_refused % _TRY_AGAIN == 0
@@ -199,8 +235,9 @@ class DiskTier:
         now = time.monotonic()
         for sequence, fetch in list(self._fetches.items()):
             is_done = fetch.is_done  # read before the pages that came before it
-            while fetch.arrived and left > 0:
-                self._install(fetch)
+            has_room = True
+            while fetch.arrived and left > 0 and has_room:
+                has_room = self._install(fetch)
                 left -= 1
             hangs = not is_done and self._reader.hangs(fetch, now)
             is_late = hangs or (not is_done and now > fetch.deadline)
@@ -208,7 +245,7 @@ class DiskTier:
                 self._counting.bad("slow")
             if hangs:
                 self._reader.pause.begin("a read takes too long")
-            if is_late or (is_done and not fetch.arrived):
+            if is_late or not has_room or (is_done and not fetch.arrived):
                 self._end(sequence, fetch)
 
     def _give_back(self, *, waits: bool) -> None:
@@ -218,28 +255,31 @@ class DiskTier:
             done.synchronize()
             self._reader.buffers.give(buffer)
 
-    def _install(self, fetch: Fetch) -> None:
-        """Publish the next page of a fetch, and hold it."""
-        key = fetch.keys[fetch.num_installed]
-        buffer = fetch.arrived.popleft()
-        reserved = fetch.reserved.pop()
+    def _install(self, fetch: Fetch) -> bool:
+        """Publish the next page of a fetch, and hold it; return False if no page is left for it."""
+        pool = self._pages.pool
+        key, buffer = fetch.arrived.popleft()
         page = self._pages.index.page_of(key)
         done = None
-        if page is None:
-            page = reserved
+        if page is not None:  # a running sequence has computed it meanwhile
+            pool.share([page])
+            if fetch.reserved:
+                pool.release([fetch.reserved.pop()])
+        elif fetch.reserved or pool.num_available:
+            page = fetch.reserved.pop() if fetch.reserved else pool.allocate(1)[0]
             done = self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
-            self._counting.read(self._pages.page_size)
-        else:  # a running sequence has computed it meanwhile
-            self._pages.pool.share([page])
-            self._pages.pool.release([reserved])
+            self._counting.read(0 if self._has_windows else self._pages.page_size)
         if done is None:
             self._reader.buffers.give(buffer)
         else:
             self._memory.let_steps_wait(done)
             self._arriving.append((done, buffer))
+        if page is None:
+            return False
         fetch.held.append(page)
+        return True
 
     def end_last(self, rank: tuple[int, int]) -> bool:
         """End the read for the last sequence, for its pages, if that comes after `rank`."""
@@ -261,7 +301,10 @@ class DiskTier:
         del self._fetches[sequence]
         self._pages.pool.release(fetch.reserved)
         self._pages.pool.release(fetch.held)
-        rest = fetch.keys[fetch.num_installed :]
+        num_found = self._pages.num_per_group(self._pages.reusable_pages(fetch.keys))
+        if self._has_windows and num_found > fetch.num_before:
+            self._counting.reached((num_found - fetch.num_before) * self._pages.page_size)
+        rest = fetch.keys[num_found:]
         sequence.not_on_disk = rest[0] if rest else None
 
     def held(self) -> list[int]:

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 
-from ropewalk.model_runtime.attention.sealed.page_format import seals
-from ropewalk.model_runtime.config import EngineConfig, tier_setting
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups, group_layers
-from ropewalk.server.settings.load import ServeSettings
 
 
 def planned_groups(
-    settings: ServeSettings,
     windows: Mapping[int, int | None],
     shapes: Mapping[int, LayerShape],
     max_len: int,
@@ -23,11 +20,6 @@ def planned_groups(
     found = group_layers(windows, shapes, max_len)
     if found == (None, None):
         return found
-    if seals(settings.kv_cache_dtype):
-        return None, f"kv_cache_dtype is {settings.kv_cache_dtype}"
-    below = tier_setting(settings)
-    if below is not None:
-        return None, f"pages below the cache hold all layers ({below})"
     if has_states:
         return None, "its other layers keep states"
     return found

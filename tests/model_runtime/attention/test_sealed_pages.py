@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
@@ -17,6 +17,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests import position_oracle as oracle
 from tests.range_cases import CPU, DIM, HEADS, KEY_HEADS, LAYERS, PlacedReads, largest_error
+from tests.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
 from tests.sealed_reference import BITS, codes, sealed_pages
 
 PAGE = 32
@@ -127,37 +128,6 @@ class Laid(PlacedReads):
                 rows.append(oracle.attention_row(self.query[token], *seen, inv_freq_P, at, layer))
                 token += 1
         return torch.stack(rows)
-
-
-class ReadAtTheWrite(SealedCpuAttention):
-    """A mistake: a page that is full is read sealed, by its own tokens, too."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch)
-        self._page_T = batch.page_T.numpy()
-
-    def _kernel(self, pages: Any) -> Any:
-        kernel, (*plain, own_T, sides), *sizes = super()._kernel(pages)
-        is_staged_T = own_T % 2 == 0
-        return kernel, (*plain, np.where(is_staged_T, self._page_T, own_T), sides), *sizes
-
-
-class ReadAfterTheStep(SealedCpuAttention):
-    """A mistake: a page is read sealed by later steps only."""
-
-    def attend(self, *arguments: Any) -> Any:
-        """Read the pages that this step fills as they were written."""
-        table_SN, *others = plain = self._plain_sequences
-        table_SN = table_SN.copy()
-        for index, place in enumerate(self._places_S):
-            for at in range(place.num_tokens):
-                page = (place.first_position + at) // PAGE
-                if self._own.own_T[place.begin + at] % 2 == 0:
-                    table_SN[index, page] = self._own.own_T[place.begin + at]
-        self._plain_sequences = (table_SN, *others)
-        answer = super().attend(*arguments)
-        self._plain_sequences = plain
-        return answer
 
 
 @pytest.mark.sampled(fixed=0, drawn=4, by="kind")

@@ -12,11 +12,11 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.parallel.wire import (
     Kind,
     Link,
+    SpanPacker,
+    SpanUnpacker,
     json_bytes,
-    pack_spans,
     profile_of,
     profile_values,
-    unpack_spans,
 )
 from ropewalk.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Unscaled, Yarn
 from ropewalk.rope.positions import DualChunk
@@ -38,9 +38,25 @@ spans = st.builds(
 @given(st.lists(spans, max_size=4))
 def test_spans_survive_the_wire(sent: list[Span]) -> None:
     """Pages arrive as an array, and everything else as it was."""
-    found = unpack_spans(pack_spans(sent))
+    found = SpanUnpacker().unpack(SpanPacker().pack(sent))
     assert [each._replace(pages=list(each.pages)) for each in found] == sent
     assert all(isinstance(each.pages, np.ndarray) for each in found)
+
+
+def test_a_page_table_is_sent_when_it_has_changed() -> None:
+    """Rows come and go, and a table may move to another row."""
+    packer, unpacker = SpanPacker(), SpanUnpacker()
+    first, second, third = (np.arange(num, dtype=np.int32) for num in (900, 800, 700))
+    sizes = []
+    for tables in ([first, second], [first, second], [second], [second, third], [third, [5, 6]]):
+        sent = [Span([1], 8, each, 0, [0]) for each in tables]
+        for _ in range(2):
+            content = packer.pack(sent)
+            found = unpacker.unpack(content)
+            assert [each.pages.tolist() for each in found] == [[*each] for each in tables]
+            assert all(np.array_equal(each.token_ids, [1]) for each in found)
+        sizes.append(len(content))
+    assert sizes == [56, 56, 28, 56, 64]
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,6 @@ def test_a_cache_without_a_size_holds_every_sequence() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"kv_cache_dtype": "auto", "kv_disk": "disk"},
-            "pages below the cache hold all layers (kv_disk)",
-        ),
         ({}, "groups of layers alike would be 62, and at most 16 are served"),
     ],
 )
@@ -146,7 +142,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     settings = load_settings({"rope_scaling": PLAIN})
     deployments = plan_deployments(settings, outline.native())
     shapes = outline.layers()
-    found = planned_groups(settings, outline.windows(), shapes, 4096, has_states=False)
+    found = planned_groups(outline.windows(), shapes, 4096, has_states=False)
     costs = costs_of(outline, deployments, 16, None, max_chunk=64, windows=found)
     assert costs.kv_windows == "of 4 layers 3 keep 24 tokens"
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4

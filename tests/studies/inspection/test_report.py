@@ -125,7 +125,8 @@ def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) 
     (tmp_path / "settings.yaml").write_text(f"kv_cache_dtype: int8\n{disk}")
     costs = inspect(str(tmp_path), "--config", str(tmp_path / "settings.yaml"))["costs"]
     assert costs["kv_stage_bytes"] > 0
-    assert costs["kv_windows_not_held"] == "kv_cache_dtype is int8"
+    assert costs["kv_windows_not_held"] is None
+    assert costs["kv_windows"] == "of 4 layers 3 keep 24 tokens"
 
 
 def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:

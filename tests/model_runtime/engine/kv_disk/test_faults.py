@@ -41,7 +41,7 @@ def asked(checkpoint: Checkpoint, **options: Any) -> Any:
 
 def num_installed(server: Server) -> int:
     """The pages that reads have brought to the cache and still hold."""
-    return sum(each.num_installed for each in server.tier._fetches.values())
+    return sum((len(each.held) - each.num_before) for each in server.tier._fetches.values())
 
 
 def truncated(path: Path) -> None:
@@ -307,8 +307,8 @@ def test_a_disk_slower_than_the_model_is_tried_now_and_then(
     server.tier._page_computed_s = 0.010
     for page_s, pays in ((None, True), (0.009, True), (0.011, False)):
         server.tier._reader.page_s = page_s
-        assert server.tier._pays() == pays
-    assert [server.tier._pays() for _ in range(64)].count(True) == 1
+        assert server.tier._pays(1) == pays
+    assert [server.tier._pays(1) for _ in range(64)].count(True) == 1
     server.stop()
 
 

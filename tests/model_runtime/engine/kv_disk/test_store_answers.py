@@ -20,6 +20,7 @@ from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.store_url import parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.valkey_store import ValkeyStore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
 from tests.engines import EngineFactory, answer
 from tests.model_runtime.engine.kv_disk.disk_engines import Server, with_weights
 from tests.model_runtime.engine.kv_disk.test_valkey_store import PASSWORD, asked, pauses
@@ -140,7 +141,7 @@ def test_a_read_that_raises_anything_gives_its_memory_back() -> None:
     found.start(lambda: None)
     faulty: Any = Faulty()
     for _ in range(3):
-        fetch = Fetch([b"a"], 0.0, [], 0, [])
+        fetch = Fetch([b"a"], 0, wanted_pages([b"a"], 0, (None,), 16, set()), 0.0, [], [])
         found.submit(faulty, fetch)
         assert fetch.answered.wait(60)
         buffer = found.buffers.take()

@@ -61,7 +61,8 @@ class Bench:
         for _ in range(num_pages):
             buffer = self.buffers.take()
             assert buffer is not None
-            fetch.arrived.append(buffer)
+            at = len(fetch.held) - fetch.num_before + len(fetch.arrived)
+            fetch.arrived.append((fetch.missing[at], buffer))
 
     def run(self) -> None:
         """Run one step of which every sequence gets a token."""

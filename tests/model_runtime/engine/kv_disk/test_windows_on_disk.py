@@ -1,0 +1,144 @@
+"""Pages of groups of layers outlive the engine; a start reads those that its windows see."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.page_groups import PageGroups, group_layers
+from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
+from ropewalk.model_runtime.scheduling.read_plan import (
+    pages_before,
+    stored_key,
+    wanted_pages,
+)
+from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
+
+NAMES = ("gemma3_text", "mistral")  # layers of both kinds, and of one
+CASES = [(name, kind) for name in NAMES for kind in ("auto", *FORMATS)]
+PAGE, WINDOW = 32, 40
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LIMITS: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 2048, "max_model_len": 256}
+
+
+@cache
+def windowed(name: str) -> Checkpoint:
+    """A taken-over tiny model with windows of 40 keys."""
+    return tiny_checkpoint(name, sliding_window=WINDOW)
+
+
+def groups_of(checkpoint: Checkpoint) -> PageGroups:
+    """The groups of a model's layers, as a plan has them."""
+    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
+    groups, _ = group_layers(windows, checkpoint.plans, 256)
+    assert groups is not None
+    return groups
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
+    engines: EngineFactory, tmp_path: Path, name: str, kind: str
+) -> None:
+    """An engine over pages of all layers, without a disk, gives the expected bits."""
+    checkpoint = with_weights(windowed(name), tmp_path / "model")
+    limits = {**LIMITS, "kv_cache_dtype": kind}
+    asked = request(deployment_of(checkpoint), PROMPT, max_tokens=40, logprobs=4)
+    expected = answer(engines.over(checkpoint, **limits), asked)[0]
+    groups, folder, found, num_read = groups_of(checkpoint), tmp_path / "kv", [], []
+    rng = random.Random(7)
+    for number in range(6):
+        server = Server(engines, checkpoint, folder, page_groups=groups, **limits)
+        result, num_cached = server.ask(replace(asked, request_id=f"again-{number}"))
+        server.stop()
+        assert result == expected
+        assert server.disk.sum.num_tokens_read == num_cached
+        found.append(num_cached)
+        num_read.append(server.pages.get("read", 0))
+        if number == 0:
+            assert len(files(folder)) == 7 * groups.num_groups
+        if number >= 2:
+            for path in rng.sample(files(folder), 1 + len(files(folder)) // 8):
+                path.unlink()
+    assert found[:3] == [0, 192, 192]
+    # Of a window 40 keys before position 192 are read: they lie in the last two pages.
+    assert num_read[1] == 6 * groups.windows.count(None) + 2 * sum(map(bool, groups.windows))
+    assert all(each % PAGE == 0 for each in found)
+
+
+def test_a_shorter_prompt_finds_the_windows_before_its_end(
+    engines: EngineFactory, tmp_path: Path
+) -> None:
+    """Every page of a group with a window was written, also those given back long before."""
+    checkpoint = with_weights(windowed("gemma3_text"), tmp_path / "model")
+    groups = groups_of(checkpoint)
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy="fixed")
+    limits = {**LIMITS, "page_groups": groups, "max_num_batched_tokens": 16}
+    server = Server(engines, checkpoint, tmp_path / "kv", **limits)
+    server.ask(request(deployment, PROMPT, max_tokens=1))
+    server.stop()
+    for num, expected in ((100, 96), (70, 64), (200, 192)):
+        server = Server(engines, checkpoint, tmp_path / "kv", **limits)
+        asked = request(deployment, PROMPT[:num], max_tokens=5, logprobs=2)
+        result, num_cached = server.ask(asked)
+        server.stop()
+        assert num_cached == expected
+        assert result == answer(engines.over(checkpoint, **LIMITS), asked)[0]
+
+
+def test_pages_of_other_groups_are_not_found(engines: EngineFactory, tmp_path: Path) -> None:
+    """A page of all layers and one of a group have other identities."""
+    checkpoint = with_weights(windowed("gemma3_text"), tmp_path / "model")
+    asked = request(deployment_of(checkpoint), PROMPT, max_tokens=1)
+    for groups in (groups_of(checkpoint), None):
+        server = Server(engines, checkpoint, tmp_path / "kv", page_groups=groups, **LIMITS)
+        assert server.ask(asked)[1] == 0
+        server.stop()
+    assert len(list((tmp_path / "kv" / "v1").iterdir())) == 2
+
+
+@given(
+    windows=st.lists(st.sampled_from([None, 1, 8, 20, 60]), min_size=1, max_size=4),
+    num_pages=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0.3, 0.8, 0.95]),
+)
+def test_a_read_reaches_the_longest_prefix_that_is_there(
+    windows: list[int | None], num_pages: int, seed: int, share: float
+) -> None:
+    """In cache and store together, as the index finds it."""
+    rng, size = random.Random(seed), 8
+    keys = [bytes([at]) * 32 for at in range(num_pages)]
+    every = [group_key(key, group) for key in keys for group in range(len(windows))]
+    stored = {key for key in every if rng.random() < share}
+    cached = {key for key in every if rng.random() < 0.3}
+
+    def num_found(known: set[bytes]) -> int:
+        index = PrefixIndex()
+        for page, key in enumerate(sorted(known)):
+            index.publish(page, key)
+        return len(index.match_groups(keys, windows, size, -1)) // len(windows)
+
+    first, asked = num_found(cached), []
+    plan = wanted_pages(keys, first, windows, size, set(cached))
+    key = next(plan, None)
+    while key is not None:
+        asked.append(key)
+        try:
+            key = plan.send(key in stored)
+        except StopIteration:
+            break
+    assert len(set(asked)) == len(asked)
+    assert not cached & set(asked)
+    reached = num_found(cached | (stored & set(asked)))
+    assert reached == num_found(cached | stored) >= first
+    if set(every) <= stored:
+        assert set(asked) == set(pages_before(keys, num_pages, windows, size)) - cached
+    assert len({stored_key(key) for key in every}) == len(every)

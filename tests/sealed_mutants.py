@@ -1,0 +1,39 @@
+"""Two mistakes in the time at which a page is read sealed: each follows the chunks of a prompt."""
+
+from typing import Any
+
+import numpy as np
+
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
+
+
+class ReadAtTheWrite(SealedCpuAttention):
+    """A mistake: a page that is full is read sealed, by its own tokens, too."""
+
+    def take_pages(self, batch: Batch) -> None:
+        super().take_pages(batch)
+        self._page_T = batch.page_T.numpy()
+
+    def _kernel(self, pages: Any) -> Any:
+        kernel, (*plain, own_T, sides), *sizes = super()._kernel(pages)
+        is_staged_T = own_T % 2 == 0
+        return kernel, (*plain, np.where(is_staged_T, self._page_T, own_T), sides), *sizes
+
+
+class ReadAfterTheStep(SealedCpuAttention):
+    """A mistake: a page is read sealed by later steps only."""
+
+    def attend(self, *arguments: Any) -> Any:
+        """Read the pages that this step fills as they were written."""
+        table_SN, *others = plain = self._plain_sequences
+        table_SN, page_size = table_SN.copy(), self._own.store.page_size
+        for index, place in enumerate(self._places_S):
+            for at in range(place.num_tokens):
+                page = (place.first_position + at) // page_size
+                if self._own.own_T[place.begin + at] % 2 == 0:
+                    table_SN[index, page] = self._own.own_T[place.begin + at]
+        self._plain_sequences = (table_SN, *others)
+        answer = super().attend(*arguments)
+        self._plain_sequences = plain
+        return answer
