@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.machine_memory import machine_memory
 from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.rope import NativeRope, native_rope
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.banner_lines import describe
+from ropewalk.server.startup.model_facts import facts_of
 from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
@@ -152,3 +154,18 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     whole = costs_of(outline, deployments, 16, None, max_chunk=64)
     assert whole.kv_windows is None
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "mistral"])
+def test_resident_tensors_are_what_the_plan_counts(name: str, kind: str) -> None:
+    """Pages of groups, and open pages, to the byte."""
+    checkpoint = tiny_checkpoint(name, sliding_window=24)
+    given = {"kv_cache_dtype": kind, "kv_cache_gib": "0.01", "max_num_seqs": "3"}
+    settings = load_settings({"rope_scaling": PLAIN, "max_num_batched_tokens": "64", **given})
+    facts = facts_of(checkpoint, settings)
+    plan = plan_serving(settings, facts)
+    assert plan.config.page_groups is not None
+    store = build_runner(checkpoint, plan.config).store
+    assert store.num_bytes == plan.cache_bytes - plan.stage_bytes
+    assert store.num_bytes <= 0.01 * 2**30
