@@ -46,6 +46,8 @@ class EngineConfig:
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     step_target_s: float | None = None  # target of a step with prefill; None: no target
+    # A step beside decodes may take four steps without prefill, if that is longer than the target.
+    step_target_follows: bool = False
     max_num_logit_rows: int = 256  # prompt positions with logprobs in one step
     num_rope_tables: int = 1  # profiles that requests may have; their tables get memory at start
     # Tokens a sequence; 0: no speculation; None: the default if no bit can change, else 0.

@@ -28,6 +28,8 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         root = open_root(path, create=False)
     except FolderError as error:
+        if not path.exists():
+            raise click.ClickException(f"there is no folder {path}") from error
         raise click.UsageError(f"PATH {error}") from error
     try:
         yield root

@@ -79,7 +79,11 @@ class EngineCore:
         self._clock = StepTimer()
         self.scheduler = Scheduler(config)
         self._states = self.scheduler.pages.states
-        self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
+        self._prefill_budget = PrefillBudget(
+            config.step_target_s,
+            config.max_num_batched_tokens,
+            follows_decodes=config.step_target_follows,
+        )
         self._requests = RequestStates(self.scheduler, observer, on_end)
         right_drafts = None
         if self._states is not None:
@@ -173,9 +177,10 @@ class EngineCore:
         if self._speculator is not None:
             self._speculator.learn(plan, seconds if is_done else None)
         if is_done:
-            self._prefill_budget.note(plan.num_prefill_tokens, sum(seconds.values()))
+            num_prefill = plan.num_prefill_tokens
+            self._prefill_budget.note(num_prefill, sum(seconds.values()), plan.num_decode_rows)
             if self._tier is not None:
-                self._tier.computed(plan.num_prefill_tokens, sum(seconds.values()))
+                self._tier.computed(num_prefill, sum(seconds.values()))
         return len(plan.chunks)
 
     def update_gauges(self) -> None:

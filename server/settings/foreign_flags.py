@@ -25,8 +25,8 @@ _SAME: Mapping[str, tuple[str, ...]] = {
 
 # A sentence, the way of this server -> flags without a counterpart.
 _REFUSED: Mapping[str, tuple[str, ...]] = {
-    "MODEL may be a hub id, as in `ropewalk serve OWNER/NAME`; --gguf-file chooses one of several "
-    "files.": ("--hf-repo", "-hf", "-hfr", "--hf-file", "-hff"),
+    "MODEL may be a hub id with safetensors, as in `ropewalk serve OWNER/NAME`; download a GGUF "
+    "file, and name the file.": ("--hf-repo", "-hf", "-hfr", "--hf-file", "-hff"),
     "The hub's token is the variable HF_TOKEN.": ("--hf-token", "-hft"),
     "Downloads are in the folder that HF_HOME names.": ("--download-dir",),
     "The tokenizer is that of MODEL.": (

@@ -294,11 +294,12 @@ class CacheSettings(Section):
         unit="tokens",
         ge=1,
     )
-    step_target_seconds: float = setting(
-        0.1,
+    step_target_seconds: float | None = setting(
+        None,
         "Target duration of a step that includes prefill. It bounds how long running requests"
         " pause and new requests wait. Steps may exceed it by up to 1.4x. While nothing is "
-        "decoding, the target is four times as long. 0: no target.",
+        "decoding, the target is four times as long. Default: 0.1, or four measured steps without "
+        "prefill, if they take longer. 0: no target.",
         unit="seconds",
         ge=0,
     )

@@ -9,9 +9,11 @@ from benchmarks.scenarios import (
     LONG_FIRST_TOKEN,
     LONG_WHOLE,
     OUTPUT,
+    P95_FIRST_TOKEN,
     SHORT_FIRST_TOKEN,
     WALL,
     AtOnce,
+    InFlight,
     Mixed,
     Outcome,
     Scenario,
@@ -62,6 +64,16 @@ def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 6
     assert all(FIRST_ID <= each < VOCAB for prompt in prompts for each in prompt)
     assert 0.1 <= outcome.values[WALL] < 1
+
+
+def test_the_next_request_is_sent_when_one_ends() -> None:
+    """Two of six are in flight; the last one to be sent has the slowest first token."""
+    with serving(SseServer(lambda number: answer(20, 4, 0.1 if number < 5 else 0.5))) as server:
+        outcome = run(InFlight("queue", 20, 4, 6, 2), server)
+    assert server.most_in_flight == 2
+    assert (len(server.bodies), outcome.num_tokens) == (6, 24)
+    assert 24 / 1.5 < outcome.values[OUTPUT] <= 24 / 0.7
+    assert outcome.values[P95_FIRST_TOKEN] >= 0.3  # between the last two of six
 
 
 MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)

@@ -109,6 +109,15 @@ def test_a_folder_that_cannot_be_listed_is_named_with_the_reason(
         assert shown.stderr == f"Error: cannot use {folder.path}/01: Permission denied\n"
 
 
+def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    """No usage lines stand before it, and it is not made."""
+    for action in ("stats", "clear"):
+        shown = run_here("cache", action, str(tmp_path / "none"))
+        assert shown.returncode == 1
+        assert shown.stderr == f"Error: there is no folder {tmp_path / 'none'}\n"
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_path_that_the_system_refuses_is_a_sentence(tmp_path: Path) -> None:
     """As for a parent that cannot be searched, the look at it fails."""
     path = tmp_path / ("x" * 300) / "kv"

@@ -67,6 +67,7 @@ def disk_server(folder: Path, gib: str = "1", *flags: str) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.costly
 def test_a_prompt_survives_a_restart(server: Server, tmp_path: Path) -> None:
     """The answer is that of a server without a disk; metrics, banner and command tell of it."""
     folder = tmp_path / "kv"
@@ -98,6 +99,7 @@ def test_a_prompt_survives_a_restart(server: Server, tmp_path: Path) -> None:
     assert not list(folder.glob("v1/*/*/*"))
 
 
+@pytest.mark.costly
 def test_two_servers_share_a_folder_that_is_always_full(server: Server, tmp_path: Path) -> None:
     """Each finds what the other wrote, no answer differs, and the folder keeps its size."""
     folder = tmp_path / "kv"
