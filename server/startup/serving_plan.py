@@ -179,8 +179,15 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
         return
     # The address of a store may hold a password.
     given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
-    if facts.memory is None:
-        raise SettingsError(f"{name} needs the model on a CPU{given}")
+    if facts.memory is None and settings.kv_offload_gib is None:
+        raise SettingsError(
+            f"{name} needs the model on a CPU, or kv_offload_gib beside it on a GPU{given}"
+        )
+    if facts.memory is not None and settings.kv_offload_gib is not None:
+        raise SettingsError(
+            "kv_offload_gib is for a GPU: on a CPU the KV cache is host memory already, so raise "
+            f"kv_cache_gib, got {settings.kv_offload_gib:g}"
+        )
     if facts.slot_bytes:
         raise SettingsError(
             f"{name} is for models whose layers all keep keys and values; this model has layers "

@@ -35,8 +35,11 @@ FUSED = [
     "cohere", "exaone4", "gemma", "gemma2", "glm4", "granite", "granite_swa", "helium",
     "mistral", "nemotron", "olmo2", "olmo3", "phi", "qwen2", "qwen3", "seed_oss", "smollm3",
     "arcee", "persimmon", "modernbert-decoder", "stablelm", "starcoder2", "vaultgemma",
-    "qwen3_moe", "mixtral", "gpt_oss",
-    "qwen3_5_text", "lfm2",
+    # Kernels of mixtures and of states take long to compile.
+    *(
+        pytest.param(each, marks=pytest.mark.costly)
+        for each in ("qwen3_5_text", "lfm2", "qwen3_moe", "mixtral", "gpt_oss")
+    ),
 ]  # fmt: skip
 # Architecture -> what no kernel of ours computes.
 OTHERS = {
@@ -126,9 +129,7 @@ def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "architecture", ["llama", "gemma3_text", "gpt_neox", "qwen3_moe", "qwen3_5_text", "lfm2"]
-)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox", FUSED[-5], FUSED[-3]])
 def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
     """Any thread may take any share of a product, and each computes passes over rows itself."""
     checkpoint = plain(architecture, dtype)

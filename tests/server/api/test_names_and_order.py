@@ -86,6 +86,7 @@ def test_an_alias_is_served_by_its_deployment(configured: Configured) -> None:
     assert unknown.json()["error"]["message"].endswith("Served: demo, demo-static, gpt-4o.")
 
 
+@pytest.mark.costly
 @without_replicas
 def test_requests_start_by_priority_and_answer_as_alone(configured: Configured) -> None:
     """Three wait for the end of a long one; the lowest number starts first, and no bit changes."""
