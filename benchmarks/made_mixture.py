@@ -6,7 +6,7 @@ a layer are the rows of one matrix in other orders, so that a file is written in
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import gguf
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     vocabulary: int = 8192
 
 
-def _blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
+def random_blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
     """Return random rows of a type, [N, bytes]."""
     draw = np.random.default_rng(seed)
     num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -45,13 +45,14 @@ def _blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray
     return blocks.reshape(num_rows, -1)
 
 
-def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
+def type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
     """Return the type that llama-quantize gives a weight."""
     if types == "Q8_0":
         return Type.Q8_0
     eighth = num_layers // 8
     is_finer = layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2
-    return Type.Q6_K if is_finer and name in ("attn_v", "ffn_down_exps") else Type.Q4_K
+    is_chosen = name == "attn_v" or name.startswith("ffn_down")
+    return Type.Q6_K if is_finer and is_chosen else Type.Q4_K
 
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
@@ -68,8 +69,8 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
         "ffn_down_exps": (hidden, shape.between),
     }
     for place, (name, size) in enumerate(sizes.items()):
-        kind = _type_of(name, layer, shape.layers, types)
-        rows = _blocks(kind, *size, seed=100 * layer + place)
+        kind = type_of(name, layer, shape.layers, types)
+        rows = random_blocks(kind, *size, seed=100 * layer + place)
         if name.endswith("_exps"):
             rows = np.stack([np.roll(rows, 7 * each, axis=0) for each in range(shape.experts)])
         writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
@@ -80,14 +81,21 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
         writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
 
 
-def _vocabulary(size: int) -> dict[str, list[Any]]:
-    """Return the tokens of a byte-level tokenizer with one merge, and fillers."""
+def add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str = "qwen2") -> None:
+    """Add the tokens of a byte-level tokenizer with one merge, and fillers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + place) for place in range(256 - len(printable))]
     tokens = ["<|begin|>", "<|end|>", *sorted([*map(chr, printable), *others]), "ab"]
     kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
     tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
-    return {"tokens": tokens, "token_type": kinds, "merges": ["a b"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
 
 
 def write(path: Path, shape: Shape, types: str) -> None:
@@ -106,20 +114,12 @@ def write(path: Path, shape: Shape, types: str) -> None:
     writer.add_value_length(_HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    vocabulary = _vocabulary(shape.vocabulary)
-    writer.add_token_list(vocabulary["tokens"])
-    writer.add_token_types(vocabulary["token_type"])
-    writer.add_token_merges(vocabulary["merges"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
+    add_vocabulary(writer, shape.vocabulary)
     for name, kind in (
         ("token_embd", Type.Q8_0 if types == "Q8_0" else Type.Q4_K),
         ("output", Type.Q8_0 if types == "Q8_0" else Type.Q6_K),
     ):
-        rows = _blocks(kind, shape.vocabulary, shape.hidden, seed=7)
+        rows = random_blocks(kind, shape.vocabulary, shape.hidden, seed=7)
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     for layer in range(shape.layers):

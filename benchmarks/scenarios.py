@@ -2,19 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.ratios import Metric
 from benchmarks.sending import Answer, Prompts, Request, Sender
 from ropewalk.studies.bench.report import percentile
+
+Result = TypeVar("Result")
 
 DECODE = Metric("decode", "tokens/s", higher_is_better=True)
 OUTPUT = Metric("output", "tokens/s", higher_is_better=True)
 FIRST_TOKEN = Metric("time to first token", "s", higher_is_better=False)
 WALL = Metric("wall time", "s", higher_is_better=False)
 SHORT_FIRST_TOKEN = Metric("short requests' p95 time to first token", "s", higher_is_better=False)
+P95_FIRST_TOKEN = Metric("p95 time to first token", "s", higher_is_better=False)
 LONG_FIRST_TOKEN = Metric("long request's time to first token", "s", higher_is_better=False)
 LONG_WHOLE = Metric("long request's time", "s", higher_is_better=False)
 
@@ -126,6 +129,79 @@ class AtOnce:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """One conversation: each turn's prompt is the one before it with further tokens.
+
+    The further tokens stand for the answer and the next question. The client draws them, so that
+    all servers read the same numbers of tokens.
+    """
+
+    name: str = "turns"
+    first_len: int = 512
+    turn_len: int = 128
+    output_len: int = 32
+    num_turns: int = 10
+    concurrency: int = 1
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (WALL, FIRST_TOKEN)
+
+    @property
+    def longest(self) -> int:
+        return self.first_len + (self.num_turns - 1) * self.turn_len + self.output_len
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """Return the time of all turns, and the median first token of those after the first."""
+        prompt, answers = prompts.ids(self.first_len), []
+        for turn in range(self.num_turns):
+            request = Request(prompt, self.output_len, may_be_cached=turn > 0)
+            answers.append(await sender.send(request, sender.body(request)))
+            prompt = [*prompt, *prompts.ids(self.turn_len)]
+        first_s = percentile([each.time_to_first_token_s for each in answers[1:]], 50)
+        wall_s = sum(each.end_to_end_s for each in answers)
+        return _outcome({WALL: wall_s, FIRST_TOKEN: first_s}, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Requests of which a fixed number is in flight: one ends, and the next is sent."""
+
+    name: str
+    prompt_len: int
+    output_len: int
+    num_requests: int
+    concurrency: int
+    metrics: tuple[Metric, ...] = (OUTPUT, P95_FIRST_TOKEN)
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_len + self.output_len
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """Measure the rate to the last end, and the time from sending to the first token."""
+        waiting = [
+            Request(prompts.ids(self.prompt_len), self.output_len) for _ in range(self.num_requests)
+        ]
+        answers: list[Answer] = []
+
+        async def send_next() -> None:
+            while waiting:
+                request = waiting.pop()
+                answers.append(await sender.send(request, sender.body(request)))
+
+        began = time.perf_counter()
+        await _all_of(send_next() for _ in range(self.concurrency))
+        wall_s = time.perf_counter() - began
+        firsts = [each.time_to_first_token_s for each in answers]
+        found = {
+            OUTPUT: sum(each.num_output for each in answers) / wall_s,
+            P95_FIRST_TOKEN: percentile(firsts, 95),
+        }
+        return _outcome({metric: found[metric] for metric in self.metrics}, answers)
+
+
+@dataclass(frozen=True, slots=True)
 class Mixed:
     """Short requests that arrive during the prefill of one long prompt."""
 
@@ -185,15 +261,21 @@ async def _together(
         await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
         return await sender.send(request, body)
 
+    answers = await _all_of(
+        send_at(delay_ms / 1000, request, body)
+        for delay_ms, request, body in zip(delays_ms, requests, bodies, strict=True)
+    )
+    return answers, time.perf_counter() - began
+
+
+async def _all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run works at once and return their results; raise the first error itself."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(send_at(delay_ms / 1000, request, body))
-                for delay_ms, request, body in zip(delays_ms, requests, bodies, strict=True)
-            ]
+            tasks = [group.create_task(work) for work in works]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [task.result() for task in tasks], time.perf_counter() - began
+    return [task.result() for task in tasks]
 
 
 def _outcome(
@@ -222,8 +304,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     _prefill(2048, 2),
     _prefill(8192, 1),
     AtOnce("prefix", WALL, prefix_len=1024, own_len=32, output_len=8, num_requests=16),
+    Turns(),
     Mixed(),
     *(_context(256 << doubling) for doubling in range(7)),
+    OneByOne("large-single", (DECODE, FIRST_TOKEN), prompt_len=64, output_len=64, num_requests=1),
+    InFlight("large-batch", prompt_len=128, output_len=32, num_requests=16, concurrency=8),
+    OneByOne("large-prefill", (FIRST_TOKEN,), prompt_len=2048, output_len=2, num_requests=1),
 )
 
 

@@ -17,27 +17,20 @@ from ropewalk.model_runtime.engine.kv_disk.folder import (
 )
 from ropewalk.model_runtime.engine.kv_disk.janitor import Swept, sweep
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.server.sentences import USAGE_ERROR
 
 _HOUR_S = 3600.0
 _SWEEP_S = 60.0  # for the janitor of a server to end
 
 
-class _RefusedPath(click.ClickException):
-    """A path that is no folder of pages; its sentence stands alone, without the usage."""
-
-    exit_code = USAGE_ERROR
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """Open the folder for the block; a fault ends the command with a sentence."""
-    if not os.path.lexists(path):
-        raise _RefusedPath(f"there is no folder {path}")
     try:
         root = open_root(path, create=False)
     except FolderError as error:
-        raise _RefusedPath(f"PATH {error}") from error
+        if not path.exists():
+            raise click.ClickException(f"there is no folder {path}") from error
+        raise click.UsageError(f"PATH {error}") from error
     try:
         yield root
     except OSError as error:

@@ -206,6 +206,7 @@ class _Start:
         return begin
 
     def _tell_ready(self, banner: str) -> None:
+        self._progress.finish()
         self._teller.ready(version_and_commit(), banner, self._url)
 
 

@@ -26,6 +26,10 @@ _LONGEST = {
 }
 
 
+# How many cases and costly tests the run leaves out.
+_LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Mark the run's processes and its temporary folder, before workers start.
 
@@ -51,17 +55,38 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> Iterator[None]:
-    """Leave out the cases of sampled tests that are not drawn, before the order is shuffled.
+    """Leave out the cases and costly tests that are not drawn, before the order is shuffled.
 
     Then the files that take longest come first, so that no worker is left with one at the end.
     """
-    left_out = sampling.not_drawn(items)
+    cases, costly = sampling.not_drawn(items), sampling.not_drawn_costly(items)
+    left_out = cases | costly
     items[:] = [each for each in items if each not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+    config.stash[_LEFT_OUT] = numbers = (len(cases), len(costly))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = numbers
     try:
         return (yield)
     finally:
         items.sort(key=lambda item: item.path.stem not in _LONGEST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist left out; all of them leave out the same."""
+    told = getattr(node, "workeroutput", {}).get("left_out")
+    if told is not None:
+        node.config.stash[_LEFT_OUT] = tuple(told)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how much was left out."""
+    cases, costly = config.stash.get(_LEFT_OUT, (0, 0))
+    if cases or costly:
+        terminalreporter.write_line(
+            f"left out: {cases} cases of matrices, {costly} costly tests (SAMPLE=all runs them)"
+        )
 
 
 @pytest.hookimpl(trylast=True)

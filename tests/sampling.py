@@ -1,8 +1,8 @@
 """A part of a matrix of cases: fixed members, and others that change from commit to commit.
 
-SAMPLE=all gives the whole matrix (`make test-full`). Else a tenth of the other cases, or more, is
-drawn by SAMPLE_SEED, which is the number of commits unless it is given. The draws of ten seeds in a
-row have every case.
+All cases of tests marked `costly` are a matrix, too. SAMPLE=all gives the whole of each
+(`make test-full`). Else a tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the
+number of commits unless it is given. The draws of ten seeds in a row have every case.
 """
 
 import hashlib
@@ -104,13 +104,33 @@ def not_drawn(items: Sequence[Any]) -> dict[Any, None]:
     """
     matrices: dict[tuple[Path, str], list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None and hasattr(item, "callspec"):
+        is_costly = item.get_closest_marker("costly") is not None  # a member of that matrix
+        is_case = hasattr(item, "callspec") and not is_costly
+        if is_case and item.get_closest_marker("sampled") is not None:
             matrices.setdefault((item.path, item.originalname), []).append(item)
     left_out: dict[Any, None] = {}
     for matrix in matrices.values():
         options = matrix[0].get_closest_marker("sampled").kwargs
         left_out |= dict.fromkeys(set(matrix) - set(_sampled_items(matrix, **options)))
     return left_out
+
+
+def not_drawn_costly(items: Sequence[Any]) -> dict[Any, None]:
+    """Return the cases of tests marked `costly` that this run leaves out.
+
+    `@pytest.mark.costly` is for a test whose cases take many seconds each. If cases of a file share
+    what takes them, such as a compilation, `costly(by="bfloat16")` draws those with the same `by`
+    together; `by="file"` is for whole files. A case or set that is asked for alone runs.
+    """
+    units: dict[str, list[Any]] = {}
+    for item in items:
+        marker = item.get_closest_marker("costly")
+        if marker is not None and item.get_closest_marker("long") is None:  # those never run
+            by = marker.kwargs.get("by")
+            name = item.nodeid if by is None else f"{item.nodeid.partition('::')[0]} {by}"
+            units.setdefault(name, []).append(item)
+    kept = {*sampled(list(units), fixed=())}
+    return {item: None for name, unit in units.items() if name not in kept for item in unit}
 
 
 def not_drawn_files(items: Sequence[Any], fixed: Collection[str]) -> dict[Any, None]:

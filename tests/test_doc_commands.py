@@ -8,7 +8,6 @@ import pytest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doc_commands import Block, blocks, run, serve
 from tests.processes import Server
-from tests.sampling import sampled
 
 BLOCKS = [block for block in blocks("bash") if not block.is_make]
 
@@ -18,17 +17,9 @@ def is_slow(block: Block) -> bool:
     return block.serves or "ropewalk eval" in block.text or "ropewalk inspect" in block.text
 
 
-# A model takes its time to load, so commands that load one are sampled; README has one that serves.
 @pytest.mark.parametrize(
     "block",
-    sampled(
-        BLOCKS,
-        fixed=[
-            each
-            for each in BLOCKS
-            if not is_slow(each) or (each.page == "README.md" and "eval" not in each.text)
-        ],
-    ),
+    [pytest.param(each, marks=pytest.mark.costly) if is_slow(each) else each for each in BLOCKS],
     ids=lambda block: f"{block.page}-{block.number}",
 )
 def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:

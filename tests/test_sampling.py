@@ -4,14 +4,23 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.sampling import IS_WHOLE, drawn_by, header, not_drawn, sampled, seed_of_commit
+from tests import sampling
+from tests.sampling import (
+    IS_WHOLE,
+    drawn_by,
+    header,
+    not_drawn,
+    not_drawn_costly,
+    sampled,
+    seed_of_commit,
+)
 
 CASES = [(name, size) for name in ("llama", "gemma", "phi") for size in range(17)]
 
@@ -81,12 +90,18 @@ class Item:
     case: tuple[tuple[str, Any], ...]
     path: Path = Path("test_it.py")
     originalname: str = "test"
-    is_marked: bool = True
+    marker: str | None = "sampled"
+    by: str | None = "name"
 
     @property
     def callspec(self) -> Any:
         """Its parameters, with the id that pytest makes of them."""
         return SimpleNamespace(id="-".join(str(each) for _, each in self.case), params=self.params)
+
+    @property
+    def nodeid(self) -> str:
+        """Its name in a run."""
+        return f"{self.path}::{self.originalname}[{self.callspec.id}]"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -95,7 +110,7 @@ class Item:
 
     def get_closest_marker(self, name: str) -> Any:
         """Return its marker."""
-        return SimpleNamespace(kwargs={"by": "name"}) if self.is_marked else None
+        return SimpleNamespace(kwargs={"by": self.by}) if name == self.marker else None
 
 
 @pytest.mark.skipif(IS_WHOLE, reason="nothing is left out of the whole matrix")
@@ -103,13 +118,52 @@ def test_a_marked_matrix_runs_a_part() -> None:
     """The first case of each kind is there, and a tenth of the rest; a case alone always is."""
     cases = [(("name", name), ("size", size)) for name in ("llama", "phi") for size in range(51)]
     marked = [Item(case) for case in cases]
-    other = [Item(case, is_marked=False) for case in cases]
+    other = [Item(case, marker=None) for case in cases]
     left_out = not_drawn([*marked, *other])
     kept = [each for each in marked if each not in left_out]
     assert len(kept) == 2 + 10
     assert {each.params["name"] for each in kept if each.params["size"] == 0} == {"llama", "phi"}
     assert not set(left_out) & set(other)
     assert not any(not_drawn([each]) for each in left_out)
+
+
+def costly_items() -> tuple[list[Item], list[Item]]:
+    """Fifteen tests of two cases, and a file of twelve tests."""
+    tests = [
+        Item((("size", size),), originalname=f"test_{number}", marker="costly", by=None)
+        for number in range(15)
+        for size in range(2)
+    ]
+    file = [
+        Item((), Path("test_file.py"), f"test_{number}", marker="costly", by="file")
+        for number in range(12)
+    ]
+    return tests, file
+
+
+@pytest.mark.skipif(IS_WHOLE, reason="nothing is left out of the whole")
+def test_a_tenth_of_the_costly_cases_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may be one of them; ten seeds in a row have each, and other tests stay."""
+    tests, file = costly_items()
+    others = [replace(each, marker=None) for each in tests]
+    seen = set[Item]()
+    for seed in range(10):
+        monkeypatch.setattr(sampling, "SEED", seed)
+        left_out = not_drawn_costly([*tests, *file, *others])
+        kept = [each for each in tests if each not in left_out]
+        kept_of_file = [each for each in file if each not in left_out]
+        assert len(kept) + bool(kept_of_file) == 4
+        assert kept_of_file in ([], file)
+        assert not set(left_out) & set(others)
+        seen.update(kept, kept_of_file)
+    assert seen == {*tests, *file}
+
+
+def test_a_costly_case_that_is_asked_for_alone_runs() -> None:
+    """Whatever the draw, and so does a file."""
+    tests, file = costly_items()
+    assert not not_drawn_costly(tests[:1])
+    assert not not_drawn_costly(file)
 
 
 def test_this_run_says_how_it_is_repeated() -> None:

@@ -127,9 +127,11 @@ def asked_position_tiers(
     """
     name = str(asked.get("method"))
     if name not in possible:
-        accepted = f"one of {', '.join(sorted(possible))}" if possible else "absent"
+        accepted = f"one of {', '.join(sorted(possible))} (allowed_positions)"
+        if not possible:
+            accepted = "absent, unless the operator allows methods with allowed_positions"
         raise RequestError(
-            f"`rope.positions.method` must be {accepted} (allowed_positions). Given: {name}",
+            f"`rope.positions.method` must be {accepted}. Given: {name}",
             param="rope.positions.method",
         )
     tiers = possible[name]

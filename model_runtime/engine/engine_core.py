@@ -79,7 +79,11 @@ class EngineCore:
         self._clock = StepTimer()
         self.scheduler = Scheduler(config)
         self._states = self.scheduler.pages.states
-        self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
+        self._prefill_budget = PrefillBudget(
+            config.step_target_s,
+            config.max_num_batched_tokens,
+            follows_decodes=config.step_target_follows,
+        )
         self._requests = RequestStates(self.scheduler, observer, on_end)
         right_drafts = None
         if self._states is not None:
@@ -127,6 +131,11 @@ class EngineCore:
         if counts is not None:
             self._observer.tiered(counts)
 
+    def _prepare_tier(self) -> None:
+        """Let the next step wait for copies that it could disturb."""
+        if self._tier is not None:
+            self._tier.before_step()
+
     def add(self, state: RequestState) -> None:
         self._requests.add(state)
 
@@ -168,9 +177,10 @@ class EngineCore:
         if self._speculator is not None:
             self._speculator.learn(plan, seconds if is_done else None)
         if is_done:
-            self._prefill_budget.note(plan.num_prefill_tokens, sum(seconds.values()))
+            num_prefill = plan.num_prefill_tokens
+            self._prefill_budget.note(num_prefill, sum(seconds.values()), plan.num_decode_rows)
             if self._tier is not None:
-                self._tier.computed(plan.num_prefill_tokens, sum(seconds.values()))
+                self._tier.computed(num_prefill, sum(seconds.values()))
         return len(plan.chunks)
 
     def update_gauges(self) -> None:
@@ -299,6 +309,7 @@ class EngineCore:
         self, plan: StepPlan, states: Sequence[RequestState], current: _InFlight | None
     ) -> _InFlight:
         """Launch decodes, whose tokens are known or are those of the current step."""
+        self._prepare_tier()
         with self._clock.part("build"), memory_errors_told():
             before, num_unknown = None, 0
             if current is not None:
@@ -325,6 +336,7 @@ class EngineCore:
             self.scheduler.pages.release_detained()
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
+        self._prepare_tier()
         with memory_errors_told():
             forward = self._runner.prepare(spans)
             with self._clock.part("forward"):

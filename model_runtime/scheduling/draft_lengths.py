@@ -23,6 +23,11 @@ class StepCost:
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._square = self._product = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether a step was recorded."""
+        return self._weight > 0
+
     def note(self, num_rows: int, seconds: float) -> None:
         """Record a step that only decoded."""
         if self._weight:

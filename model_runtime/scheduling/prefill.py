@@ -9,6 +9,7 @@ completes.
 import math
 from collections.abc import Iterable
 
+from ropewalk.model_runtime.scheduling.draft_lengths import StepCost
 from ropewalk.model_runtime.scheduling.prefix_cache import Key
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 from ropewalk.model_runtime.scheduling.step_builder import StepBuilder
@@ -141,9 +142,14 @@ def _prefill_chunk(sequence: Sequence, max_tokens: int, max_rows: int) -> Chunk:
 # (packed_linear.py). The rows of a step, decodes included, are therefore the nearest power of two.
 # The duration of a step can differ from its target by a factor of up to 1.4.
 
+# A model whose decode step takes long cannot pause for a tenth of a second only. A step beside
+# decodes may then take a multiple of one without prefill (`StepCost`), so that prompts progress and
+# the first tokens of a batch do not wait behind the next tokens of its earlier requests.
+
 _SMALLEST_SHARE = 64  # of the largest chunk; with a smaller one, long prompts would hardly progress
 _LARGEST_CHANGE = 2.0  # factor between two steps, because one step may be slow for another reason
 _PATIENCE = 4  # a step without decodes may take this many times the target
+_DECODE_STEPS = 4  # that a step with decodes and prefill may take, if the target follows them
 _SMALLEST_BLOCK = 16  # rows
 
 
@@ -151,20 +157,25 @@ class PrefillBudget:
     """A number of prefill tokens that follows measured steps towards a target.
 
     `target_s`: seconds that a step with prefill should take; None: always `most` tokens.
+    `follows_decodes`: a step beside decodes may take four steps without prefill, if that is longer.
     """
 
-    def __init__(self, target_s: float | None, most: int) -> None:
+    def __init__(self, target_s: float | None, most: int, *, follows_decodes: bool = False) -> None:
         self._target_s = target_s
         self._most = most
         self._fewest = max(1, most // _SMALLEST_SHARE)
+        # Tokens that take the target's time; it may be fewer than a step is ever given.
         # The first step has no measurement, and a request may be waiting for it.
         self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
         self._limit = most  # lower after a step that ran out of memory
+        self._decode_cost = StepCost() if follows_decodes else None
 
     def num_tokens(self, num_decodes: int = 0) -> int:
         """Return the prefill tokens of the next step; more if it has no decodes."""
-        patience = 1 if num_decodes else _PATIENCE
-        allowed = min(int(self._tokens * patience), self._most, self._limit)
+        tokens = max(self._tokens, self._fewest) * (1 if num_decodes else _PATIENCE)
+        if num_decodes:
+            tokens = max(tokens, self._tokens * self._patience(num_decodes))
+        allowed = min(int(tokens), self._most, self._limit)
         num_rows = allowed + num_decodes
         if self._target_s is None or num_rows < _SMALLEST_BLOCK:
             return allowed
@@ -172,11 +183,21 @@ class PrefillBudget:
         is_near = allowed <= 2 * in_whole and 2 * in_whole <= 3 * allowed
         return min(in_whole, self._most, self._limit) if is_near else allowed
 
-    def note(self, num_prefill_tokens: int, seconds: float) -> None:
-        """Record the prefill tokens of a step and its duration."""
+    def _patience(self, num_decodes: int) -> float:
+        """Return how many times the target a step beside so many decodes may take."""
+        cost = self._decode_cost
+        if self._target_s is None or cost is None or not cost.is_known:
+            return 1
+        return max(1, _DECODE_STEPS * cost.line(num_decodes)[0] / self._target_s)
+
+    def note(self, num_prefill_tokens: int, seconds: float, num_decode_rows: int = 0) -> None:
+        """Record the prefill tokens of a step, the rows of its decodes, and its duration."""
         self._limit = self._most
+        if self._decode_cost is not None and num_decode_rows and not num_prefill_tokens:
+            self._decode_cost.note(num_decode_rows, seconds)
         # A step with few prefill tokens does not predict the duration of many.
-        if self._target_s is not None and 2 * num_prefill_tokens >= int(self._tokens):
+        least = int(max(self._tokens, self._fewest))
+        if self._target_s is not None and 2 * num_prefill_tokens >= least:
             self._set(num_prefill_tokens * self._target_s / max(seconds, 1e-9))
 
     def note_failure(self, num_prefill_tokens: int) -> None:
@@ -187,4 +208,4 @@ class PrefillBudget:
 
     def _set(self, tokens: float) -> None:
         tokens = min(max(tokens, self._tokens / _LARGEST_CHANGE), self._tokens * _LARGEST_CHANGE)
-        self._tokens = min(max(tokens, self._fewest), self._most)
+        self._tokens = min(max(tokens, 1.0), self._most)

@@ -77,3 +77,8 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         """Return the number of prefill tokens, including answers that are computed again."""
         return sum([each.num_tokens for each in self.chunks.values() if not each.is_decode])
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Return the tokens of the decodes, those of drafts included."""
+        return sum([each.num_tokens for each in self.chunks.values() if each.is_decode])

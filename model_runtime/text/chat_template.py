@@ -41,6 +41,7 @@ _FALLBACK_STOP = "\nUser:"  # without it, a base model would also write the user
 _FALLBACK_VARIABLES = frozenset({"messages", "add_generation_prompt"})
 # Behind a last message that is continued. Its space tells whether the template strips messages.
 _MARK = "<the prompt ends here> "
+_PLAIN_CONTENTS = ("Hello.", "Plain words.")  # of two conversations, whose prompts must differ
 # Names that a message may have for its reasoning; templates read the first, or the second.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -118,6 +119,20 @@ class ChatTemplate:
             }
         )
         return _cut_at_mark(text, last) if continue_final_message else text
+
+    def plain_problem(self) -> str | None:
+        """Return a sentence if the template cannot write a plain conversation, else None."""
+        if self.is_fallback:
+            return None
+        texts = set()
+        for content in _PLAIN_CONTENTS:
+            try:
+                texts.add(self.render([{"role": "user", "content": content}]))
+            except RequestError as error:
+                return f"the chat template fails on a plain conversation: {error.__cause__}"
+        if len(texts) == 1:
+            return "the chat template writes the same prompt for different messages"
+        return None
 
     def _rendered(self, values: Mapping[str, Any]) -> str:
         """Render the template with all its variables. Raises as `render`."""

@@ -41,6 +41,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,  # verbose errors would put grammar and answer into logs
 )
+# The library's message about a rule, whose last line of an error has the reason.
+_WRONG_REGEX = re.compile(r"at [^\n]*: invalid regex .*\nerror: ([^\n]*)", re.DOTALL)
 _STACK_BYTES = 512 * 1024  # less than the stack of a server thread
 _LONGEST_PROBLEM = 300  # characters
 
@@ -82,6 +84,8 @@ def problem_of(matcher: LLMatcher) -> str:
     text = matcher.get_error() if matcher.is_error() else ", ".join(matcher.get_grammar_warnings())
     if text.startswith("NoExtension"):
         return "no text satisfies it"
+    if found := _WRONG_REGEX.match(text):  # the rest shows the rule around it
+        return f"invalid regular expression: {found[1]}"
     return " ".join(text.partition("\n<state>")[0].split())[:_LONGEST_PROBLEM]
 
 

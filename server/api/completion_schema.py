@@ -25,9 +25,13 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMi
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    id_prefix: ClassVar[str] = "cmpl"
+    id_prefix: ClassVar[str] = "cmpl-"
     prompt_field: ClassVar[str] = "prompt"
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": (None, "")}
+    instead: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest.instead,
+        "messages": "`prompt` (`messages` is a field of /v1/chat/completions)",
+    }
 
     prompt: (
         str

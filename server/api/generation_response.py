@@ -80,7 +80,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         # Clients know the answer by this id, and the engine its choices by theirs.
         self.request_id = submission.requests[0].request_id
         if told is not None:
-            self.request_id = f"{body.id_prefix}-{told.number}"
+            self.request_id = f"{body.id_prefix}{told.number}"
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
         # Hears of each output before it is answered.

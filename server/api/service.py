@@ -303,7 +303,7 @@ class Reservation:
 
         def request(seed: int | None) -> Request:
             return Request(
-                f"{body.id_prefix}-{uuid.uuid4().hex}",
+                f"{body.id_prefix}{uuid.uuid4().hex}",
                 prompt,
                 replace(
                     sampling, max_tokens=max_tokens, seed=seeds.next() if seed is None else seed

@@ -25,8 +25,8 @@ _SAME: Mapping[str, tuple[str, ...]] = {
 
 # A sentence, the way of this server -> flags without a counterpart.
 _REFUSED: Mapping[str, tuple[str, ...]] = {
-    "MODEL may be a hub id, as in `ropewalk serve OWNER/NAME`; --gguf-file chooses one of several "
-    "files.": ("--hf-repo", "-hf", "-hfr", "--hf-file", "-hff"),
+    "MODEL may be a hub id with safetensors, as in `ropewalk serve OWNER/NAME`; download a GGUF "
+    "file, and name the file.": ("--hf-repo", "-hf", "-hfr", "--hf-file", "-hff"),
     "The hub's token is the variable HF_TOKEN.": ("--hf-token", "-hft"),
     "Downloads are in the folder that HF_HOME names.": ("--download-dir",),
     "The tokenizer is that of MODEL.": (
@@ -75,14 +75,11 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "Set --gpu-memory-utilization; it counts the memory of a step, too.": (
         "--mem-fraction-static",
     ),
-    "--kv-disk and --kv-disk-gib keep pages of prefixes on disk, and --kv-store in Valkey, on a "
-    "CPU.": (
+    "--kv-disk and --kv-disk-gib keep pages of prefixes on disk, and --kv-store in Valkey. On a "
+    "GPU --kv-offload-gib keeps them in host memory.": (
         *("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend"),
         *("--enable-hierarchical-cache", "--hicache-size", "--hicache-ratio"),
         *("--hicache-storage-backend", "--slot-save-path"),
-    ),
-    "On a CPU the cache is host memory already, so raise --kv-cache-gib; a GPU has no such tier.": (
-        "--kv-offload-gib",
     ),
     "Set --kv-cache-tokens or --kv-cache-gib.": (
         *("--num-gpu-blocks-override", "--kv-cache-memory-bytes"),

@@ -35,14 +35,14 @@ def describe(plan: ServingPlan) -> list[str]:
         elif deployment.max_len < deployment.own_tiers[-1].ceiling:
             limited = " (max_model_len)"
         method = deployment.own_tiers[-1].profile.positions
-        tiers = " ".join(f"{tier.ceiling}:{tier.factor:g}x" for tier in deployment.own_tiers)
         lines += [
             f"  deployment       {deployment.name}",
             f"    native length  {deployment.native_len} tokens",
             f"    scaling        {deployment.rope_type}, {deployment.policy}",
             *([f"    positions      {method}"] if method is not None else []),
-            f"    tiers          {tiers}",
+            f"    tiers          {_tiers(deployment)}",
             f"    longest        {deployment.max_len} tokens{limited}",
+            *_shortened(deployment),
             f"    requests       {_may_ask(deployment)}",
         ]
         # Answers under another policy run to the last tier.
@@ -53,6 +53,9 @@ def describe(plan: ServingPlan) -> list[str]:
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
     lines += _window_lines(plan)
     lines += _format_lines(plan)
+    if plan.config.kv_offload_gib is not None:
+        size = f"{plan.config.kv_offload_gib:g} GiB, {size_text(plan.token_bytes)} a token"
+        lines.append(f"    in host memory {size}")
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
         lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
@@ -69,6 +72,30 @@ def describe(plan: ServingPlan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
     return lines
+
+
+def _tiers(deployment: Deployment) -> str:
+    """Return the tiers; those that no context is long enough for stand apart."""
+    reached: list[str] = []
+    beyond: list[str] = []
+    floor = 0  # of a tier's contexts
+    for tier in deployment.own_tiers:
+        part = beyond if floor >= deployment.max_len else reached
+        part.append(f"{tier.ceiling}:{tier.factor:g}x")
+        floor = tier.ceiling
+    text = " ".join(reached)
+    return f"{text}; beyond the longest context: {' '.join(beyond)}" if beyond else text
+
+
+def _shortened(deployment: Deployment) -> list[str]:
+    """Return a line if the cache does not hold the contexts that the tiers are for, or none."""
+    longest = deployment.own_tiers[-1].ceiling
+    if not deployment.is_cache_limited:
+        return []
+    return [
+        f"    warning        the KV cache holds contexts of {deployment.max_len} tokens, and the "
+        f"tiers are for {longest}; a larger kv_cache_gib or kv_cache_tokens holds more"
+    ]
 
 
 def _window_lines(plan: ServingPlan) -> list[str]:
@@ -236,6 +263,11 @@ def chat_line(tools: str | None, reasoning: str | None) -> list[str]:
     return [
         f"  tool calls       {tools}" + ("" if reasoning is None else f"; reasoning: {reasoning}")
     ]
+
+
+def warning_lines(problem: str | None) -> list[str]:
+    """Return the line about something that is served and does not work; None: nothing."""
+    return [] if problem is None else [f"  warning          {problem}"]
 
 
 def _access(settings: ServeSettings) -> str:

@@ -45,6 +45,7 @@ from ropewalk.server.startup.banner_lines import (
     limit_lines,
     rank_line,
     stored_text,
+    warning_lines,
 )
 from ropewalk.server.startup.gate import Problems
 from ropewalk.server.startup.load_model import find_model
@@ -68,6 +69,7 @@ class Outlook:
     rank_weight_bytes: int | None  # of one process of several; None: there is one
     low_bits: Storage | None  # of weights in few bits; None: all are floats
     template: str  # of chats
+    template_problem: str | None  # on a plain conversation
     advice: str | None = None  # if a context does not fit the memory
 
 
@@ -150,7 +152,8 @@ def outlook_of(settings: ServeSettings) -> Outlook:
         max(each.max_len for each in deployments),
         lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
     )
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text, advice)
+    chats = template.text, template.plain_problem()
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, advice)
 
 
 def _advised_plan(
@@ -253,11 +256,24 @@ def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
     if isinstance(outline.config, PlainConfig) or source.is_file():  # a file in GGUF
         found = plain_template(source)
         if found is not None:
-            return _tried_template(settings, lambda: found[0])
+            template = _tried_template(settings, lambda: found[0])
+            if template.plain_problem() is None:
+                return template
+            # The special tokens, which only a whole tokenizer tells, may be all that it lacks.
+            if source.is_file():
+                return _tried_template(settings, lambda: found[0], _special_tokens(source))
     from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
     return _tried_template(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+
+
+def _special_tokens(source: Path) -> Mapping[str, str]:
+    """Return the special tokens of a GGUF file. Raises ModelError."""
+    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
+
+    return read_tokenizer(read_gguf(source)).special_tokens
 
 
 def _stored_lines(outlook: Outlook) -> list[str]:
@@ -321,6 +337,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *([] if outlook.advice is None else [f"    does not fit   {outlook.advice}"]),
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
+        *warning_lines(outlook.template_problem),
         computing_line(products, attention, "the self-check tells"),
         draft_line(
             settings.max_draft_tokens,

@@ -1,6 +1,6 @@
 """Build a service that is ready to start; the only place that combines its parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ from ropewalk.server.startup.banner_lines import (
     rank_line,
     rounding_text,
     stored_text,
+    warning_lines,
 )
 from ropewalk.server.startup.load_model import load_model
 from ropewalk.server.startup.model_facts import facts_of
@@ -148,7 +149,7 @@ def load_served(
     check_native = partial(plan_deployments, settings)
     ranks = _ranks(settings)
     checkpoint = load_model(settings, on_phase, on_bytes, check_native, ranks)
-    _, formats = _chat_of(settings, checkpoint.tokenizer)
+    template, formats = _chat_of(settings, checkpoint.tokenizer)
     make = ModelRunner if ranks is None else ranks.runner
     plan = plan_serving(settings, facts_of(checkpoint, settings, make))
     served = ServedModel(
@@ -157,7 +158,7 @@ def load_served(
         checkpoint.vocab_size,
         checkpoint.sampling_defaults,
         checkpoint.device.type == "cuda",
-        _banner(checkpoint, plan, settings, formats, ranks),
+        _banner(checkpoint, plan, settings, _chat_lines(template, formats, settings), ranks),
     )
     return LoadedModel(checkpoint, served, ranks)
 
@@ -251,8 +252,8 @@ def _torch_lines() -> list[str]:
     return [] if found is None else [f"  warning          {found.text}; {found.action}"]
 
 
-def _chat_line(formats: ChatFormats, settings: ServeSettings) -> list[str]:
-    """Return the banner's line about tool calls and reasoning."""
+def _chat_lines(template: ChatTemplate, formats: ChatFormats, settings: ServeSettings) -> list[str]:
+    """Return the banner's lines about tool calls, reasoning and a template that fails."""
     tools = "not served"
     if formats.tools is not None:
         where = "of the chat template" if formats.tools.in_template else "with our instructions"
@@ -260,14 +261,14 @@ def _chat_line(formats: ChatFormats, settings: ServeSettings) -> list[str]:
     reasoning = "none known"
     if formats.reasoning is not None:
         reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
-    return chat_line(tools, reasoning)
+    return [*chat_line(tools, reasoning), *warning_lines(template.plain_problem())]
 
 
 def _banner(
     checkpoint: Checkpoint,
     plan: ServingPlan,
     settings: ServeSettings,
-    formats: ChatFormats,
+    chat_lines: Sequence[str],
     ranks: "Ranks | None",
 ) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
@@ -301,7 +302,7 @@ def _banner(
             *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),
-            *_chat_line(formats, settings),
+            *chat_lines,
             computing_line(checkpoint.products, described(checkpoint.device), bits),
             draft_line(
                 settings.max_draft_tokens,

@@ -28,21 +28,23 @@ class LoadingProgress:
         self._bytes: tuple[int, int] | None = None  # downloaded, and in total
         self._said = 0.0
         self._num_kept: Callable[[], int] = lambda: 0
-        self._kept_said = False
 
     def enter(self, phase: str) -> None:
         """Begin a phase, in words that an operator understands."""
-        # Only now, because the disk may refuse the last kernel of a phase.
-        if self._said and not self._kept_said and (num_kept := self._num_kept()):
-            self._kept_said = True
-            self._say(f"compiled {counted(num_kept, 'kernel')}; later starts reuse them")
         self._phase, self._phase_began, self._bytes = phase, time.monotonic(), None
+
+    def finish(self) -> None:
+        """Tell how many kernels later starts find, if kernels were compiled."""
+        # Only now, because the disk may refuse the last kernel.
+        if self._said and (num_kept := self._num_kept()):
+            self._say(f"compiled {counted(num_kept, 'kernel')}; later starts reuse them")
 
     def downloaded(self, done: int, total: int) -> None:
         self._bytes = (done, total)
 
     def compiling(self, kernel: str) -> None:
         """Note that the compiler has begun a kernel."""
+        kernel = kernel.lstrip("_")
         self._kernels = (*self._kernels, kernel)
         now = time.monotonic()
         if now - self._said < _SECONDS_BETWEEN_LINES:

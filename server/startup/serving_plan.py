@@ -25,6 +25,7 @@ from ropewalk.server.startup.planning.context_buckets import default_context_buc
 from ropewalk.server.startup.planning.held_windows import padded, planned_groups, windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
+_STEP_TARGET_S = 0.1  # by default; it follows longer decode steps
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
 
 
@@ -178,8 +179,15 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
         return
     # The address of a store may hold a password.
     given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
-    if facts.memory is None:
-        raise SettingsError(f"{name} needs the model on a CPU{given}")
+    if facts.memory is None and settings.kv_offload_gib is None:
+        raise SettingsError(
+            f"{name} needs the model on a CPU, or kv_offload_gib beside it on a GPU{given}"
+        )
+    if facts.memory is not None and settings.kv_offload_gib is not None:
+        raise SettingsError(
+            "kv_offload_gib is for a GPU: on a CPU the KV cache is host memory already, so raise "
+            f"kv_cache_gib, got {settings.kv_offload_gib:g}"
+        )
     if facts.slot_bytes:
         raise SettingsError(
             f"{name} is for models whose layers all keep keys and values; this model has layers "
@@ -307,13 +315,15 @@ def _config(
     deployments: Sequence[Deployment],
     groups: PageGroups | None,
 ) -> tuple[EngineConfig, MemoryProfile | None]:
+    target_s = settings.step_target_seconds
     alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
     stated |= {
         "kv_cache_tokens": settings.kv_cache_tokens or 0,
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
-        "step_target_s": settings.step_target_seconds or None,
+        "step_target_s": _STEP_TARGET_S if target_s is None else target_s or None,
+        "step_target_follows": target_s is None,
         "page_groups": groups,
     }
     config = EngineConfig(**stated)

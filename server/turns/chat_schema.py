@@ -191,7 +191,7 @@ def problems_of_opening(
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    id_prefix: ClassVar[str] = "chatcmpl"
+    id_prefix: ClassVar[str] = "chatcmpl-"
     prompt_field: ClassVar[str] = "messages"
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NEUTRAL,
@@ -205,6 +205,7 @@ class ChatRequest(GenerationRequest):
 
     instead: ClassVar[Mapping[str, str]] = {
         **GenerationRequest.instead,
+        "prompt": "`messages` (`prompt` is a field of /v1/completions)",
         "functions": "`tools`",
         "function_call": "`tool_choice`",
     }

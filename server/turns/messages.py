@@ -206,7 +206,7 @@ _MODES: Mapping[str, ChoiceMode] = {"none": "none", "auto": "auto", "any": "requ
 
 
 class _Request(TurnRequest):
-    id_prefix: ClassVar[str] = "msg"
+    id_prefix: ClassVar[str] = "msg_"
     prompt_field: ClassVar[str] = "messages"
     schema_field: ClassVar[str] = "output_config.format"
 

@@ -221,6 +221,7 @@ def model_router(service: Service) -> APIRouter:
             ),
         )
 
+    @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> ModelList:
         names = (*service.deployments, *service.aliases)

@@ -200,7 +200,7 @@ _NAMES = {
 
 
 class _Request(TurnRequest):
-    id_prefix: ClassVar[str] = "resp"
+    id_prefix: ClassVar[str] = "resp_"
     prompt_field: ClassVar[str] = "input"
     schema_field: ClassVar[str] = "text.format"
 

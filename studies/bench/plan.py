@@ -46,9 +46,9 @@ class BenchOptions:
         metavar="SECONDS",
     )
     api_key: str | None = option(
-        "API key, sent as a bearer token. Default: none.  [OPENAI_API_KEY]",
+        "API key, sent as a bearer token. Default: none.  [ROPEWALK_API_KEY]",
         metavar="KEY",
-        envvar="OPENAI_API_KEY",
+        envvar="ROPEWALK_API_KEY",
     )
     rope: str | None = option("The `rope` object of every request. Default: none.", metavar="JSON")
     json_path: str | None = option(

@@ -16,11 +16,12 @@ from ropewalk.studies.bench.plan import (
     Group,
     LoadPlan,
     choose_context_lens,
+    parse_context_lens,
     parse_rope,
 )
 from ropewalk.studies.bench.plot import plot
 from ropewalk.studies.bench.report import Report, as_json, table
-from ropewalk.studies.bench.target import find_prompts, find_target, read_drafted
+from ropewalk.studies.bench.target import check_url, find_prompts, find_target, read_drafted
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.harness.progress import Progress, printed_progress
 
@@ -59,7 +60,10 @@ def _write_files(options: BenchOptions, report: Report) -> None:
 
 def _check_before_the_load(options: BenchOptions) -> None:
     """Check the options that would otherwise fail after the load. Raises BenchError."""
+    check_url(options.url)
     parse_rope(options.rope)
+    if options.context_lens is not None:
+        parse_context_lens(options.context_lens)
     if not math.isfinite(options.timeout_s):
         raise BenchError(f"--timeout-seconds must be a finite number, got {options.timeout_s}")
     if options.api_key is not None and not (

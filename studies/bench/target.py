@@ -134,6 +134,12 @@ async def read_drafted(client: httpx.AsyncClient, target: Target) -> int | None:
     return round(sum(map(float, found))) if found else None
 
 
+def check_url(url: str) -> None:
+    """Raise BenchError if a URL is not one of a server."""
+    if not url.lower().startswith(("http://", "https://")):
+        raise BenchError(f"the URL needs http:// or https:// in front, got {url}")
+
+
 def root_of(url: str) -> str:
     """Return the root of a URL: `http://host:8000/v1/` becomes `http://host:8000`."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

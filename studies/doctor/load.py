@@ -45,6 +45,7 @@ def load_findings(settings: ServeSettings) -> Iterator[Finding]:
 
         progress.watch_compiler()
         loaded = load_served(settings, enter, progress.downloaded)
+        progress.finish()
         began["completion"] = time.monotonic()
         yield _loaded(loaded, began["self-check"] - began["load"])
         yield _checked(loaded, began["completion"] - began["self-check"])

@@ -25,11 +25,12 @@ def check_model(settings: ServeSettings, *, is_loaded_next: bool) -> Finding:
         weights = f"{size_text(outlook.num_weight_bytes)} of weights"
     longest = max(each.max_len for each in plan.deployments)
     dtype = str(outline.dtype).removeprefix("torch.")
+    warning = "" if outlook.template_problem is None else f"; {outlook.template_problem}"
     return Finding(
-        "ok",
+        "warn" if warning else "ok",
         "model",
         f"{model_name(settings)}: {outline.architecture}, {outline.device}, {dtype}, {weights}, "
-        f"{outline.native().native_len} tokens trained, {longest} served"
+        f"{outline.native().native_len} tokens trained, {longest} served{warning}"
         + ("" if is_loaded_next else _NOT_LOADED),
         outlook.advice or "",
     )

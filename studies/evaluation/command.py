@@ -76,7 +76,8 @@ class EvalCommand(SettingsCommand):
 def evaluate() -> None:
     """Measure what MODEL knows at each context length, by method and policy.
 
-    `ropewalk eval [MODEL]` is `ropewalk eval lengths [MODEL]`. All comparisons run through the
+    `ropewalk eval [MODEL]` is `ropewalk eval lengths [MODEL]`, and its options are those that
+    `ropewalk eval lengths --help` lists. All comparisons run through the
     server's own engine. Without MODEL, they measure the embedded demonstration model.
     """
 

@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from benchmarks import gpu_attention
 from benchmarks.gpu_inputs import PAGE_SIZE, TINY, Cache
 
+pytestmark = pytest.mark.costly(by="file")
+
 CPU = torch.device("cpu")
 
 

@@ -43,6 +43,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in lines], text
 
 
+@pytest.mark.costly
 def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     """Servers and contenders are processes of their own, so they are left out here."""
     apart = {"server", "contenders"}

@@ -17,6 +17,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.rope import Angles, Profile, Yarn, native_rope, rotate
 
+pytestmark = pytest.mark.costly(by="file")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALED = Profile(Yarn(factor=4.0, original_max_position_embeddings=64))
 LONGER = Profile(Yarn(factor=8.0, original_max_position_embeddings=64))

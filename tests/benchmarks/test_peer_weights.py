@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -11,6 +12,8 @@ from benchmarks.peer_weights import main
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written
+
+pytestmark = pytest.mark.costly(by="file")
 
 
 def test_eight_bits_are_read_as_the_stored_weights_but_for_the_rounding(tmp_path: Path) -> None:

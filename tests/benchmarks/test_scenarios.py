@@ -6,15 +6,19 @@ import random
 import pytest
 
 from benchmarks.scenarios import (
+    FIRST_TOKEN,
     LONG_FIRST_TOKEN,
     LONG_WHOLE,
     OUTPUT,
+    P95_FIRST_TOKEN,
     SHORT_FIRST_TOKEN,
     WALL,
     AtOnce,
+    InFlight,
     Mixed,
     Outcome,
     Scenario,
+    Turns,
 )
 from benchmarks.sending import FIRST_ID, Prompts, Sender
 from ropewalk.studies.bench.load import open_client
@@ -53,6 +57,20 @@ def test_a_batch_is_in_flight_at_once() -> None:
     assert 20 / 1.5 < outcome.values[OUTPUT] <= 20 / 0.6
 
 
+def test_each_turn_extends_the_prompt_before_it() -> None:
+    """The time of the turns is their sum, and the first turn's first token is left out."""
+    delays_s = (0.6, 0.1, 0.2)
+    with serving(SseServer(lambda turn: answer(8 + 5 * turn, 2, delays_s[turn]))) as server:
+        outcome = run(Turns(first_len=8, turn_len=5, output_len=2, num_turns=3), server)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert [len(each) for each in prompts] == [8, 13, 18]
+    assert prompts[1][:8] == prompts[0]
+    assert prompts[2][:13] == prompts[1]
+    assert outcome.values[WALL] >= sum(delays_s)
+    assert 0.1 <= outcome.values[FIRST_TOKEN] < 0.6
+    assert server.most_in_flight == 1
+
+
 def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
     """All prompts share 30 tokens, and their tails differ."""
     with serving(SseServer(lambda _: answer(40, 2, 0.1))) as server:
@@ -62,6 +80,16 @@ def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 6
     assert all(FIRST_ID <= each < VOCAB for prompt in prompts for each in prompt)
     assert 0.1 <= outcome.values[WALL] < 1
+
+
+def test_the_next_request_is_sent_when_one_ends() -> None:
+    """Two of six are in flight; the last one to be sent has the slowest first token."""
+    with serving(SseServer(lambda number: answer(20, 4, 0.1 if number < 5 else 0.5))) as server:
+        outcome = run(InFlight("queue", 20, 4, 6, 2), server)
+    assert server.most_in_flight == 2
+    assert (len(server.bodies), outcome.num_tokens) == (6, 24)
+    assert 24 / 1.5 < outcome.values[OUTPUT] <= 24 / 0.7
+    assert outcome.values[P95_FIRST_TOKEN] >= 0.3  # between the last two of six
 
 
 MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)

@@ -41,6 +41,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.costly
 def test_our_own_server_under_every_scenario_that_fits(server: Server, tmp_path: Path) -> None:
     """One server has two names, and neither finds its prompts in the other's cache."""
     path = tmp_path / "rounds.jsonl"

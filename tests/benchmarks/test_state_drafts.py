@@ -5,6 +5,8 @@ import pytest
 from benchmarks.state_drafts import SCENARIOS, model_of, table
 from tests.fixed_costs import fix_step_costs
 
+pytestmark = pytest.mark.costly(by="file")
+
 
 def test_a_tiny_model_has_a_row_for_each_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted tokens are right but for one in eight; equal answers are required on the way."""

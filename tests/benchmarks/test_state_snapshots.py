@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.state_snapshots import LOADS, measured
 
+pytestmark = pytest.mark.costly(by="file")
+
 
 @pytest.mark.parametrize("load", LOADS)
 def test_many_slots_find_what_pages_find(load: str) -> None:

@@ -8,6 +8,8 @@ import torch
 from benchmarks.make_model import Shape
 from benchmarks.step_floors import KINDS, Kind, Made, Rates, floors, format_of, make, row_of, table
 
+pytestmark = pytest.mark.costly(by="file")
+
 _SHAPE = Shape(256, 22, 4, 2, 512, 1088)
 _NUM_LAYERS = 1
 

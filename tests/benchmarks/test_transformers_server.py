@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.transformers_server import Generating, create_app, load
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
+pytestmark = pytest.mark.costly(by="file")
+
 PROMPT = [0, *range(100, 120)]
 
 

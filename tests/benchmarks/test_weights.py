@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
 import torch
 from click.testing import CliRunner
 
 from benchmarks.weights import main
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+
+pytestmark = pytest.mark.costly(by="file")
 
 
 def test_a_step_with_random_weights_of_a_type_reads_its_bytes() -> None:

@@ -20,6 +20,8 @@ from tests.docker.real_nginx import Nginx, binary, free_address, running_nginx
 from tests.docker.real_prometheus import DOCKER, wait_until
 from tests.processes import Server, running_server
 
+pytestmark = pytest.mark.costly(by="file")
+
 LIMIT_S = 60
 
 

@@ -19,7 +19,7 @@ from tests.docker.load import MODELS, Measured, send_load
 from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool, wait_until
 from tests.processes import Server, running_server
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.costly(by="file")]
 
 ALERTS = {
     rule["alert"]: rule["expr"]

@@ -14,6 +14,8 @@ from ropewalk.server.terminal.top import quantile
 from tests.playground.conftest import Watched, watched
 from tests.processes import Server, command
 
+pytestmark = pytest.mark.costly(by="file")
+
 PREFIX = "/models/rope"
 
 

@@ -10,6 +10,8 @@ from playwright.sync_api import Browser, expect
 from tests.playground.conftest import Watched, watched
 from tests.processes import Server
 
+pytestmark = pytest.mark.costly(by="file")
+
 
 @pytest.fixture
 def small(opened: Watched) -> Watched:

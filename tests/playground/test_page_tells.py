@@ -7,6 +7,8 @@ from playwright.sync_api import Route, expect
 from tests.playground.conftest import Watched
 from tests.processes import Server
 
+pytestmark = pytest.mark.costly(by="file")
+
 LONG = "word = word + 1\n" * 60  # beyond L, and within 2 L
 
 

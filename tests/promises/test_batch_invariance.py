@@ -198,7 +198,11 @@ class Company(Counted):
         self.num_cached += num_cached_tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.costly)],
+    ids=str,
+)
 def test_a_mixture_of_experts_keeps_its_bits_in_any_company(
     engines: EngineFactory, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.processes import run_here
 
+pytestmark = pytest.mark.costly(by="file")
+
 NATIVE = 256
 NONE, PINNED = "none", "yarn"
 Rows = dict[tuple[str, int], dict[str, str]]

@@ -1,6 +1,6 @@
 """Real checkpoints answer as transformers does, whatever else is served, at any length.
 
-In `make test`, test_smollm2.py stands for them.
+In `make test`, test_smollm2.py stands for them when it is drawn.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -16,6 +16,7 @@ from tests.real_reference import Reference
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.costly(by="file"),
     pytest.mark.timeout(600),
     # By name, so that it shares its server with the other file.
     pytest.mark.parametrize("checkpoint", [SMOLLM2], indirect=True, ids=["smollm2"]),

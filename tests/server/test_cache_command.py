@@ -109,15 +109,13 @@ def test_a_folder_that_cannot_be_listed_is_named_with_the_reason(
         assert shown.stderr == f"Error: cannot use {folder.path}/01: Permission denied\n"
 
 
-def test_an_absent_folder_is_one_sentence(tmp_path: Path) -> None:
-    """And so is a file, both without the usage of the command."""
-    (tmp_path / "file").touch()
-    for name, told in (
-        ("absent", f"there is no folder {tmp_path / 'absent'}"),
-        ("file", f"PATH must be a folder and no link, got {tmp_path / 'file'}"),
-    ):
-        shown = run_here("cache", "stats", str(tmp_path / name))
-        assert (shown.returncode, shown.stderr) == (2, f"Error: {told}\n")
+def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    """No usage lines stand before it, and it is not made."""
+    for action in ("stats", "clear"):
+        shown = run_here("cache", action, str(tmp_path / "none"))
+        assert shown.returncode == 1
+        assert shown.stderr == f"Error: there is no folder {tmp_path / 'none'}\n"
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_path_that_the_system_refuses_is_a_sentence(tmp_path: Path) -> None:

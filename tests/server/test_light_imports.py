@@ -134,6 +134,7 @@ def test_config_check_of_a_gguf_file_needs_neither(tmp_path: Path) -> None:
     assert last == "code 0 imported []"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", ["kv_cache_gib: 1000000", "kv_cache_tokens: 1000000000000"])
 def test_serve_refuses_a_cache_beyond_the_memory_at_once(tmp_path: Path, size: str) -> None:
     """The words are those of `config check`, and torch would take seconds."""
@@ -149,6 +150,7 @@ def test_serve_refuses_a_cache_beyond_the_memory_at_once(tmp_path: Path, size: s
     assert sentence in checked.splitlines()
 
 
+@pytest.mark.costly
 def test_inspect_needs_no_transformers() -> None:
     """The tables are computed with torch, as in the server."""
     names = ("transformers", "huggingface_hub", "numba", "fastapi", "uvicorn", "matplotlib")

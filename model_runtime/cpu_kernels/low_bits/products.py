@@ -1,7 +1,7 @@
 """Rows times weights of few bits, with the bits of a product of the widened weights.
 
 A chunk of a panel is widened once for all rows (`widen.py`), and then multiplied as a float32
-weight is (`skinny_gemm.py`).
+weight is (`skinny_gemm.py`). The weights of one, two or four rows stay in registers in between.
 
 The table of a product has a row for each panel: its address and the number of its format. So the
 linears that share an input may have different formats.
@@ -23,7 +23,12 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, PAIRS, ROUNDED
-from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
+from ropewalk.model_runtime.cpu_kernels.low_bits.widen import (
+    FEW_ROWS,
+    few_rows_adder,
+    numbers_of,
+    widener,
+)
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
     PANEL,
@@ -54,7 +59,7 @@ def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: rows times panels of the formats with these numbers."""
     widen = widener(numbers, written)
-    add_row = row_adder(numbers, written)
+    add_few, has_few = few_rows_adder(numbers, written), len(FEW_ROWS) > 1
     # Twice the inputs of float32 take as many bytes in pairs.
     in_pairs = written == PAIRS
     most_inputs = 2 * CHUNK if in_pairs else CHUNK
@@ -83,9 +88,8 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
                 address, number = table_P2[panel, 0], table_P2[panel, 1]
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
-                    if num_rows == 1:
-                        row_RK = x_RK[top : top + 1]
-                        add_row(number, address, begin, end, row_RK, sums)
+                    if num_rows == 1 or (has_few and num_rows in (2, 4)):
+                        add_few(number, address, begin, end, x_RK, top, num_rows, sums)
                         add_chain(sums, num_rows, totals, begin)
                         continue
                     for chunk in range(begin, end, most_inputs):

@@ -59,7 +59,9 @@ class Unpacking(NamedTuple):
     scales: Any  # (block, group, column) -> registers of scales
     offsets: Any  # (block, group, column, scales) -> registers that are added to scaled q
     write: Any  # (out, place, q, upper, scales, offsets): writes `step` inputs
-    add: Any  # (sums, x, place, q, upper, scales, offsets) -> sums with their products
+    # (sums, x, place, stride, q, upper, scales, offsets) -> sums with their products. The tile of
+    # sums has a row for each row of x; these are `stride` elements apart.
+    add: Any
 
 
 def _num_columns(kind: Format) -> int:
@@ -73,9 +75,9 @@ def _step(kind: Format) -> int:
     return kind.group if kind.upper_bits else max(kind.unit_inputs, _FEWEST_INPUTS)
 
 
-def _columns(kind: Format, builder: Any, column: Any) -> list[Any]:
+def _columns(builder: Any, column: Any, count: int) -> list[Any]:
     """Emit the first output of each register of a pass."""
-    return [further(builder, column, WIDTH * index) for index in range(_num_columns(kind))]
+    return [further(builder, column, WIDTH * index) for index in range(count)]
 
 
 def _factors(kind: Format, builder: Any, block: Any, at: Any, index: int) -> Any:
@@ -97,9 +99,11 @@ def _of_group(kind: Format, builder: Any, group: Any, at: Any, index: int) -> An
     return emit_floats(builder, emit_joined(builder, parts, 0))
 
 
-def _scales(kind: Format, builder: Any, block: Any, group: Any, column: Any) -> Iterator[Any]:
+def _scales(
+    kind: Format, builder: Any, block: Any, group: Any, column: Any, *, count: int
+) -> Iterator[Any]:
     """Yield the scale of each register."""
-    for at in _columns(kind, builder, column):
+    for at in _columns(builder, column, count):
         if not kind.num_factors:
             yield emit_constant(1.0)
             continue
@@ -113,7 +117,7 @@ def _offsets(
     kind: Format, builder: Any, block: Any, group: Any, column: Any, scales: list[Any]
 ) -> Iterator[Any]:
     """Yield the number that is added to each register of scaled q."""
-    for at, scale in zip(_columns(kind, builder, column), scales, strict=True):
+    for at, scale in zip(_columns(builder, column, len(scales)), scales, strict=True):
         if not kind.has_minimum:
             yield builder.fmul(scale, emit_constant(-float(kind.zero)))  # exact
             continue
@@ -196,7 +200,7 @@ def _emit_weights(
         else scales
         for place in places
     }
-    columns = [_numbers(kind, builder, q, upper, column) for column in range(_num_columns(kind))]
+    columns = [_numbers(kind, builder, q, upper, column) for column in range(len(scales))]
     for k, row in enumerate(zip(*columns, strict=True)):
         for column, numbers in enumerate(row):
             scale = scales_at[_place(kind, k)][column]
@@ -219,13 +223,18 @@ def _in_pairs(
 
 
 @cache
-def unpacking(kind: Format, written: int) -> Unpacking:
-    """Return the intrinsics of a format. `written`: FLOATS, ROUNDED or PAIRS."""
-    registers = types.UniTuple(LANES, _num_columns(kind))
+def unpacking(kind: Format, written: int, columns: int = 0) -> Unpacking:
+    """Return the intrinsics of a format. `written`: FLOATS, ROUNDED or PAIRS.
+
+    `columns`: registers of a pass; 0: as many as there are for one row.
+    """
+    columns = columns or _num_columns(kind)
+    registers = types.UniTuple(LANES, columns)
 
     def scales(typingctx: Any, block: Any, group: Any, column: Any) -> Any:  # noqa: ARG001
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            return context.make_tuple(builder, registers, list(_scales(kind, builder, *values)))
+            found = list(_scales(kind, builder, *values[:3], count=columns))
+            return context.make_tuple(builder, registers, found)
 
         return registers(block, group, column), code
 
@@ -262,31 +271,39 @@ def unpacking(kind: Format, written: int) -> Unpacking:
         return types.none(out, place, q, upper, scales, offsets), code
 
     def add(
-        typingctx: Any, sums: Any, x: Any, place: Any, q: Any, upper: Any, scales: Any, offsets: Any  # noqa: ARG001
+        typingctx: Any,  # noqa: ARG001
+        sums: Any, x: Any, place: Any, stride: Any, q: Any, upper: Any, scales: Any, offsets: Any,
     ) -> Any:  # fmt: skip
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            before, memory, first, at, above, *tuples = values
+            before, memory, first, step, at, above, *tuples = values
             tile = cgutils.unpack_tuple(builder, before)
 
-            def multiply(further_on: int, column: int, lanes: Any) -> None:
+            def places(further_on: int) -> Iterator[tuple[int, Any]]:
+                """Yield the first sum of each row, and the address of the row's number."""
                 place = further(builder, first, further_on)
-                number = builder.load(address_of(context, builder, x, memory, place))
+                for row in range(0, len(tile), columns):
+                    yield row, address_of(context, builder, x, memory, place)
+                    place = builder.add(place, step)
+
+            def multiply(further_on: int, column: int, lanes: Any) -> None:
                 weights = lanes if written == FLOATS else emit_bfloat16(builder, lanes)
-                tile[column] = emit_fma(
-                    builder, emit_broadcast(builder, number), weights, tile[column]
-                )
+                for row, address in places(further_on):
+                    number = emit_broadcast(builder, builder.load(address))
+                    before = tile[row + column]
+                    tile[row + column] = emit_fma(builder, number, weights, before)
 
             def multiply_pair(further_on: int, column: int, pairs: Any) -> None:
-                place = further(builder, first, further_on)
-                row = emit_pair_broadcast(builder, address_of(context, builder, x, memory, place))
-                tile[column] = emit_pair_products(builder, tile[column], row, pairs)
+                for row, address in places(further_on):
+                    numbers = emit_pair_broadcast(builder, address)
+                    before = tile[row + column]
+                    tile[row + column] = emit_pair_products(builder, before, numbers, pairs)
 
             loaded = (cgutils.unpack_tuple(builder, each) for each in tuples)
             use = _in_pairs(builder, multiply_pair) if written == PAIRS else multiply
             _emit_weights(kind, use, builder, at, above, *loaded)
-            return context.make_tuple(builder, registers, tile)
+            return context.make_tuple(builder, sums, tile)
 
-        return registers(sums, x, place, q, upper, scales, offsets), code
+        return sums(sums, x, place, stride, q, upper, scales, offsets), code
 
     for each in (
         scales,
@@ -294,6 +311,6 @@ def unpacking(kind: Format, written: int) -> Unpacking:
         write,
         add,
     ):  # the cache of compiled code tells them apart by name
-        each.__name__ = f"{each.__name__}_{kind.name}_{written}"
+        each.__name__ = f"{each.__name__}_{kind.name}_{written}_{columns}"
     intrinsics = (intrinsic(each) for each in (scales, offsets, write, add))
-    return Unpacking(_num_columns(kind) * WIDTH, _step(kind), *intrinsics)
+    return Unpacking(columns * WIDTH, _step(kind), *intrinsics)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import structlog
 
-from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes, Done
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.finite import IsFinite
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, StoreError
@@ -38,6 +38,7 @@ class Copied(NamedTuple):
     key: bytes
     depth: int  # pages before it in its prefix
     buffer: Bytes
+    done: Done | None = None  # None: the copy has ended
 
 
 class Writer:
@@ -123,6 +124,8 @@ class Writer:
         self._look_if_due()
         if isinstance(item, Copied):
             try:
+                if item.done is not None:
+                    item.done.synchronize()
                 self._write(item)
             finally:
                 self.buffers.give(item.buffer)
@@ -224,6 +227,8 @@ class Writer:
         place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
         self._counting.holds(room.num_bytes, place)
         self._counting.page("evicted", room.num_evicted)
+        for _ in range(room.num_foreign):
+            self._counting.bad("foreign")
 
     def _tell_open(self, store: PageStore) -> None:
         """Say once that the store can be used: a first command has been answered."""

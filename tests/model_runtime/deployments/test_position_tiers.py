@@ -207,7 +207,9 @@ def test_a_deployment_without_allowed_positions_accepts_its_own_and_native() -> 
     with pytest.raises(ContextLengthError):
         made.place(asked, 300, 10)
     assert deployment().positions == {}
-    with pytest.raises(RequestError, match="must be absent"):
+    with pytest.raises(
+        RequestError, match="must be absent, unless the operator allows methods with allowed_pos"
+    ):
         deployment().place(asked, 200, 10)
 
 

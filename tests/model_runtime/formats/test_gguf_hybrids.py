@@ -21,14 +21,13 @@ from tests.gguf_cases import CASES, Case
 from tests.gguf_files import Written, quantised, same_weights
 from tests.processes import run_here
 from tests.random_blocks import like
-from tests.sampling import sampled
 
 BY_NAME = {case.name: case for case in CASES}
 QWEN = BY_NAME["qwen35"]
 # A key head has several value heads, and blocks of 256 inputs hold values of several heads.
 WIDE = {"hidden_size": 256, "linear_num_value_heads": 16, "num_key_value_heads": 4}
 WIDE_KEYS = {"ssm.time_step_rank": 16, "ssm.inner_size": 256}
-ORDERED = sampled(["qwen35", "qwen3next", "qwen35moe", "lfm2", "lfm2moe"], fixed=2)
+ORDERED = ["qwen35", "qwen3next", "qwen35moe", "lfm2", "lfm2moe"]
 
 
 def wide(name: str) -> Case:
@@ -52,6 +51,7 @@ def mixed(name: str, values: np.ndarray) -> tuple[np.ndarray, Type]:
     return rows.reshape(*values.shape[:-1], -1), Type[kind]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ORDERED)
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory, name: str

@@ -107,6 +107,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     assert_same_answer(checkpoint, untouched, engines)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gpt_oss_in_mxfp4_is_what_transformers_unpacks(
     dtype: torch.dtype, engines: EngineFactory, tmp_path: Path

@@ -306,6 +306,7 @@ def test_a_failed_forward_leaves_no_sum_and_no_norm() -> None:
     assert all(each() is None for each in kept)
 
 
+@pytest.mark.costly
 def test_a_model_is_checked_and_served_with_them(
     monkeypatch: pytest.MonkeyPatch, engines: EngineFactory
 ) -> None:

@@ -52,6 +52,13 @@ CASES = [
     for architecture in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
     for dtype in (torch.float32, torch.bfloat16)
 ]
+# Kernels of float32 are those of other tests, too. The others take long to compile.
+PLAIN = [case for case in CASES if case[1] == torch.float32 and not case[-1]]
+OTHERS = [
+    pytest.param(case, marks=pytest.mark.costly(by=f"{case[1]} {case[-1]}"))
+    for case in CASES
+    if case not in PLAIN
+]
 
 
 def mixture(
@@ -93,7 +100,7 @@ def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, fused, own))
 
 
-@pytest.mark.parametrize("case", sampled(CASES, fixed=2), ids=str)
+@pytest.mark.parametrize("case", [*sampled(PLAIN, fixed=2), *OTHERS], ids=str)
 def test_bits_are_those_of_the_own_forward(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, torch.dtype, str, int, bool]
 ) -> None:
@@ -103,17 +110,15 @@ def test_bits_are_those_of_the_own_forward(
 
 
 # The types of gate, up and down; half of the downs of Q4_K_M have six bits.
-FILES = sampled(
-    [
-        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
-        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
-        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
-        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
-    ],
-    fixed=(),
-)
+FILES = [
+    ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
+    ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
+    ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
+    ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
+]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_experts_in_the_bits_of_a_file_are_one_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, types: tuple[str, str, str]

@@ -47,6 +47,7 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "checkpoint",
     [("llama", 1), pytest.param(("gemma2", 2), marks=pytest.mark.long)],

@@ -32,6 +32,7 @@ from ropewalk.model_runtime.runner.sampler import (
     uniform,
     unpacked,
 )
+from tests.sampling import few
 
 INFINITY = math.inf
 
@@ -140,7 +141,7 @@ def scaled(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return relative_RV / torch.tensor([each.temperature for each in params])[:, None]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300, 60), deadline=None)
 @given(batches(), st.integers(0, 5))
 @example((torch.zeros(1, 10), [SamplingParams(top_p=0.3)]), 0)
 def test_the_host_draws_as_a_whole_sort(
@@ -171,7 +172,7 @@ def test_the_host_draws_as_a_whole_sort_from_many_tokens(vocabulary: int) -> Non
         assert got == drawn_by_whole_sort(scaled_RV, params, uniforms)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300, 60), deadline=None)
 @given(batches(), st.integers(1, 320), st.integers(0, 5))
 @example((torch.zeros(1, 10), [SamplingParams(top_p=0.5)]), 9, 0)
 def test_candidates_decide_as_all_tokens_do(
@@ -195,7 +196,7 @@ def test_candidates_decide_as_all_tokens_do(
     assert alone == got
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300, 60), deadline=None)
 @given(batches(), st.integers(0, 5))
 def test_a_device_decides_exactly(batch: tuple[Tensor, list[SamplingParams]], step: int) -> None:
     """Its draws are those of exact arithmetic, and of the host, unless a comparison is near."""
@@ -230,7 +231,7 @@ def test_a_nucleus_within_the_candidates_needs_no_others(
     assert (token != NOT_FOUND) is is_found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100, 40), deadline=None)
 @given(batches(), st.integers(1, 40))
 def test_one_transfer_answers_whatever_is_needed(
     batch: tuple[Tensor, list[SamplingParams]], most: int

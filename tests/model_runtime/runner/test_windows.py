@@ -36,16 +36,14 @@ MODELS = {"gemma3_text": GROUPS, "mistral": PageGroups(((0, 1, 2, 3),), (WINDOW,
 METHODS = [None, ReRope(20), Sinks(4, 30)]
 # Sinks are not served where layers rotate otherwise.
 SERVED = [each for each in product(MODELS, METHODS) if each != ("gemma3_text", METHODS[2])]
-# Interpreted kernels are slow, so few of their cases are drawn.
+# Interpreted kernels take half a minute.
+TRITON = [pytest.param("triton", *each, marks=pytest.mark.costly) for each in SERVED]
 CASES = sampled(
-    [(kind, *each) for kind in ("device", "torch", "triton") for each in SERVED],
+    [(kind, *each) for kind in ("device", "torch") for each in SERVED],
     fixed=[(kind, name, None) for kind in ("device", "torch") for name in MODELS],
 )
 # The CPU's lists of ranges are made for each step, so its recorded steps have no method.
-RECORDED = sampled(
-    [*(("device", name, None) for name in MODELS), *(("triton", *each) for each in SERVED)],
-    fixed=2,
-)
+RECORDED = [("device", name, None) for name in MODELS]
 
 
 class Pages:
@@ -126,7 +124,7 @@ def backend_of(kind: str) -> type[Backend] | None:
     return TorchAttention if kind == "torch" else None
 
 
-@pytest.mark.parametrize(("kind", "name", "method"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "name", "method"), [*CASES, *TRITON], ids=str)
 def test_logits_have_the_bits_of_pages_of_all_layers(kind: str, name: str, method: object) -> None:
     """Prompts, decodes and both, with a call a layer and with one call a step."""
     backend = backend_of(kind)
@@ -157,7 +155,7 @@ def test_sinks_in_some_layers_and_windows_in_others(backend: type[Backend] | Non
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "name", "method"), RECORDED, ids=str)
+@pytest.mark.parametrize(("kind", "name", "method"), [*RECORDED, *TRITON], ids=str)
 def test_recorded_steps_follow_the_tables_of_all_groups(
     kind: str, name: str, method: object
 ) -> None:

@@ -132,3 +132,38 @@ def test_decodes_without_memory_do_not_stop_prompts() -> None:
     pacing.note_failure(0)
     pacing.note(0, 0.01)
     assert pacing.num_tokens(1) >= before // 3
+
+
+def beside(pacing: PrefillBudget, num_decodes: int, row_s: float, fixed_s: float) -> float:
+    """Seconds of a step with prefill beside decodes, after many; and all steps are measured."""
+    for _ in range(40):
+        pacing.note(0, fixed_s + row_s * num_decodes, num_decodes)
+        num_tokens = pacing.num_tokens(num_decodes)
+        pacing.note(num_tokens, fixed_s + row_s * (num_tokens + num_decodes), num_decodes)
+    return fixed_s + row_s * (pacing.num_tokens(num_decodes) + num_decodes)
+
+
+@pytest.mark.parametrize("num_decodes", [1, 8, 24])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
+def test_a_slow_model_may_pause_for_four_of_its_decode_steps(
+    num_decodes: int, scale: float
+) -> None:
+    """The bound is four steps without prefill, within the factor of a power of two."""
+    row_s, fixed_s = 0.004 * scale, 0.1 * scale
+    decode_s = fixed_s + row_s * num_decodes
+    found = beside(PrefillBudget(0.1, 2048, follows_decodes=True), num_decodes, row_s, fixed_s)
+    assert 4 / 1.45 < found / decode_s < 4 * 1.45
+
+
+@pytest.mark.parametrize("num_decodes", [1, 8])
+def test_a_fast_model_keeps_its_target(num_decodes: int) -> None:
+    """Four decode steps are shorter than the target, so all sizes are those without them."""
+    follows, stated = PrefillBudget(0.1, 2048, follows_decodes=True), PrefillBudget(0.1, 2048)
+    found = [beside(each, num_decodes, 2e-4, 0.005) for each in (follows, stated)]
+    assert found[0] == found[1]
+
+
+def test_before_a_decode_step_was_measured_the_target_holds() -> None:
+    """Steps with prefill alone say nothing about decodes."""
+    follows, stated = PrefillBudget(0.1, 2048, follows_decodes=True), PrefillBudget(0.1, 2048)
+    assert settled(follows, 1e-3, 0.2) == settled(stated, 1e-3, 0.2)

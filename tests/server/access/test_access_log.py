@@ -95,7 +95,7 @@ def test_a_client_that_leaves_has_its_line(logged: Server, form: str) -> None:
     line = one_line(logged, first)
     assert line["aborted"] is True
     assert line["status"] == (200 if stream else 499)
-    assert 0 < line["completion_tokens"] < 1800
+    assert stream <= line["completion_tokens"] < 1800  # a busy machine may not have begun
 
 
 def test_refused_requests_have_lines_without_a_clients_text(logged: Server) -> None:
@@ -151,6 +151,7 @@ def test_by_default_generating_routes_have_lines(server: Server) -> None:
     ]
 
 
+@pytest.mark.costly
 def test_off_writes_no_line(tmp_path: Path) -> None:
     """The word in a YAML file, which YAML reads as a switch."""
     (tmp_path / "a.yaml").write_text("access_log: off\n")

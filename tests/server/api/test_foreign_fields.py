@@ -307,7 +307,7 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"guided_regex": "(a"}, "guided_regex", "`guided_regex`: "),
+        ({"guided_regex": "(a"}, "guided_regex", "invalid regular expression: unclosed group"),
         ({"guided_json": "{"}, "guided_json", "a JSON schema, as an object or as text"),
         ({"guided_json": {"not": {}}}, "guided_json", "'not'"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "`guided_regex` exclude"),

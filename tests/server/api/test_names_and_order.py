@@ -76,6 +76,7 @@ def test_an_alias_is_served_by_its_deployment(configured: Configured) -> None:
     names = [(each["id"], each["root"]) for each in listed]
     assert names == [("demo", "demo"), ("demo-static", "demo-static"), ("gpt-4o", "demo")]
     assert [each["ropewalk"].get("aliases") for each in listed] == [["gpt-4o"], None, ["gpt-4o"]]
+    assert httpx.get(f"{server.url}/v1/models/").json()["data"] == listed
     for each in listed:
         assert httpx.get(f"{server.url}/v1/models/{each['id']}").json() == each
     body = {"prompt": "a", "model": "gpt-4o"}
@@ -85,6 +86,7 @@ def test_an_alias_is_served_by_its_deployment(configured: Configured) -> None:
     assert unknown.json()["error"]["message"].endswith("Served: demo, demo-static, gpt-4o.")
 
 
+@pytest.mark.costly
 @without_replicas
 def test_requests_start_by_priority_and_answer_as_alone(configured: Configured) -> None:
     """Three wait for the end of a long one; the lowest number starts first, and no bit changes."""

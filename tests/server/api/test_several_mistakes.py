@@ -10,6 +10,21 @@ from tests.processes import Server
 from tests.server.api.test_bad_input import post
 
 
+def test_a_field_of_the_other_route_is_told_its_route(server: Server) -> None:
+    """`cache_prompt` was suggested for `prompt`."""
+    for path, body, told in (
+        ("chat/completions", {"prompt": "a"}, "`messages` (`prompt` is a field of /v1/completions"),
+        (
+            "completions",
+            {"messages": []},
+            "`prompt` (`messages` is a field of /v1/chat/completions",
+        ),
+    ):
+        refused = httpx.post(f"{server.url}/v1/{path}", json=body)
+        assert refused.status_code == 400
+        assert f"is not supported, use {told})" in refused.json()["error"]["message"]
+
+
 def test_all_problems_are_reported_at_once(server: Server) -> None:
     """Unknown and unsupported fields are named beside wrong values and conflicts."""
     error = post(server, '{"temperature": "x", "top_p": "x", "foo": 1}').json()["error"]

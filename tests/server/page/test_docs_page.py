@@ -211,6 +211,7 @@ def test_schemas_are_told_in_words_and_by_example() -> None:
     assert example(schema, {"Part": {"type": "boolean"}}) == {"a": 3, "b": [True]}
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_a_browser_shows_it_under_its_policy(server: Server, tmp_path: Path) -> None:
     """Chromium applies the style and reports no violation of the policy."""

@@ -75,6 +75,7 @@ def namespace() -> Iterator[tuple[str, str, str]]:
         ip("netns", "del", name)
 
 
+@pytest.mark.costly
 def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection breaks, and the server runs on. It is chosen again when packets pass."""
     with namespace() as (name, interface, address), running_server(*FLAGS) as near:
@@ -123,6 +124,7 @@ def slow(server: Server) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.costly
 def test_a_slow_server_keeps_its_streams() -> None:
     """It is heard within `silence_seconds`, so it is not lost, and no stream is sent again."""
     with (
@@ -144,6 +146,7 @@ def test_a_slow_server_keeps_its_streams() -> None:
         assert 'finish_reason="length"' in page, "it had some of the streams"
 
 
+@pytest.mark.costly
 def test_a_newer_version_replaces_servers_while_streams_run() -> None:
     """One server after another ends by SIGTERM and begins with another fingerprint."""
     # It decides other answers' bytes than those of this test.

@@ -42,6 +42,7 @@ def listing(server: Server, *, with_key: bool = True) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.costly
 def test_other_weights_and_number_types_are_refused(tmp_path: Path) -> None:
     """Their names and listings are the same. A copy of the model elsewhere is the same model."""
     changed = copied(tmp_path / "changed", with_other_weight=True)

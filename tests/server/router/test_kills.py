@@ -70,6 +70,7 @@ def kill_in_turns(servers: list[Restarted], is_over: threading.Event) -> int:
     return num_kills
 
 
+@pytest.mark.costly
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize(
     ("num_streams", "seconds"),

@@ -243,6 +243,7 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
         assert events(each.data) == wanted
 
 
+@pytest.mark.costly
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
     with running_server(*FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:

@@ -29,6 +29,7 @@ def ask(url: str, num: int) -> None:
         assert httpx.post(f"{url}/v1/completions", json=_ASKED, timeout=60).status_code == 200
 
 
+@pytest.mark.costly
 def test_counts_of_the_fleet_survive_a_killed_server() -> None:
     """They are those of both servers, before and after one begins anew from zero."""
     tokens, prompts = "ropewalk_generated_tokens_total", "ropewalk_prompt_tokens_total"

@@ -13,6 +13,7 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.check_command import check
 from ropewalk.server.startup.load_service import load_service
+from ropewalk.studies.doctor.model import check_model
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,54 @@ def test_files_and_the_address_are_checked(tmp_path: Path, line: str, sentence: 
     ended = CliRunner().invoke(check, [str(path)])
     assert ended.exit_code == 2
     assert sentence in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ 1 // 0 }}", "fails on a plain conversation: ZeroDivisionError: "),
+        ("{{ raise_exception('not you') }}", "fails on a plain conversation: not you"),
+        ("Be kind.", "writes the same prompt for different messages"),
+        ("{{ bos_token + messages[0].content }}", None),
+    ],
+)
+def test_a_template_that_no_chat_passes_is_told(
+    tmp_path: Path, template: str, told: str | None
+) -> None:
+    """It refuses nothing, because completions work. Special tokens are those of the tokenizer."""
+    (tmp_path / "chat.jinja").write_text(template)
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text(f"chat_template: {tmp_path / 'chat.jinja'}\ndevice: cpu\n")
+    ended = CliRunner().invoke(check, [str(path)])
+    assert ended.exit_code == 0
+    if told is None:
+        assert "warning" not in ended.stdout
+    else:
+        assert f"  warning          the chat template {told}" in ended.stdout
+    finding = check_model(load_settings({"config": str(path)}), is_loaded_next=True)
+    assert finding.status == ("ok" if told is None else "warn")
+    assert told is None or f"the chat template {told}" in finding.text
+
+
+def test_a_template_that_fails_is_told_by_the_banner(tmp_path: Path) -> None:
+    """The server starts."""
+    (tmp_path / "chat.jinja").write_text("{{ 1 // 0 }}")
+    settings = load_settings({"chat_template": str(tmp_path / "chat.jinja"), "device": "cpu"})
+    _, banner = load_service(settings)
+    assert "  warning          the chat template fails on a plain conversation: Zero" in banner
+
+
+def test_the_file_may_be_named_by_a_flag(tmp_path: Path) -> None:
+    """One file is named, as an argument or as `serve` takes it."""
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("device: cpu\nkv_cache_tokens: 4096\n")
+    one, other = (CliRunner().invoke(check, [*flag, str(path)]) for flag in ([], ["--config"]))
+    assert one.exit_code == other.exit_code == 0
+    assert one.stdout.splitlines()[:5] == other.stdout.splitlines()[:5]
+    for arguments in ([], [str(path), "--config", str(path)]):
+        ended = CliRunner().invoke(check, arguments)
+        assert ended.exit_code == 2
+        assert "name one FILE" in ended.stderr
 
 
 _ENTRIES = {

@@ -47,6 +47,7 @@ def next_line(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError("".join(seen))
 
 
+@pytest.mark.costly
 def test_the_port_says_how_far_the_download_is(tmp_path: Path) -> None:
     """The 503 has the bytes so far while the model is downloaded; then it is served."""
     files = in_two_files()

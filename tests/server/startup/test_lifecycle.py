@@ -135,6 +135,7 @@ def wait_until_streaming(into: list[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.costly
 def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
     """The process is live but not ready; Retry-After states when to try again."""
     with process(tmp_path, loads_slowly=True) as started:
@@ -166,6 +167,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path, sig: signal.Signals
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(

@@ -40,6 +40,22 @@ def test_each_deployment_tells_its_own_rules(embedded: Checkpoint) -> None:
     assert "    longest        512 tokens (what the KV cache holds)" in small
 
 
+def test_contexts_that_the_cache_cuts_are_told(embedded: Checkpoint) -> None:
+    """A tier that begins beyond the longest context stands apart from those that are reached."""
+    small = plan_lines(embedded, kv_cache_tokens="512")
+    assert "    tiers          256:1x 512:2x; beyond the longest context: 1024:4x 2048:8x" in small
+    assert (
+        "    warning        the KV cache holds contexts of 512 tokens, and the tiers are for 2048; "
+        "a larger kv_cache_gib or kv_cache_tokens holds more"
+    ) in small
+    for lines in (
+        plan_lines(embedded),
+        plan_lines(embedded, max_model_len="500"),
+    ):
+        assert "warning" not in "".join(lines)
+    assert "    tiers          256:1x 512:2x; beyond the longest context: 1024:4x 2048:8x" in lines
+
+
 def test_changed_limits_and_access_are_told_without_secrets() -> None:
     """A key never appears in a banner, which ends up in logs."""
     assert limit_lines(load_settings({})) == [

@@ -63,6 +63,7 @@ def kept(temporary: Path) -> list[str]:
     return [each.name for each in temporary.glob("ropewalk-*")]
 
 
+@pytest.mark.costly
 def test_two_ranks_answer_as_one_and_end_together(
     server: Server, tmp_path: Path, temporary: Path
 ) -> None:

@@ -193,7 +193,13 @@ def test_a_server_that_is_not_there_ends_with_code_2() -> None:
         ended = CliRunner().invoke(bench, [url])
     assert ended.exit_code == 2
     assert ended.stderr.startswith(f"ropewalk bench: cannot reach {url}/v1/models: ")
-    for url in ("localhost:8000", "http://[", "http://a:port"):
+    ended = CliRunner().invoke(bench, ["localhost:8000"])
+    assert ended.exit_code == 2
+    told = "the URL needs http:// or https:// in front, got localhost:8000"
+    assert ended.stderr == f"ropewalk bench: {told}\n"
+    ended = CliRunner().invoke(bench, [url, "--context-lens", "abc"])
+    assert ended.stderr.startswith("ropewalk bench: --context-lens must be integers")
+    for url in ("http://[", "http://a:port"):
         ended = CliRunner().invoke(bench, [url])
         assert ended.exit_code == 2
         assert ended.stderr.startswith("ropewalk bench: cannot reach ")

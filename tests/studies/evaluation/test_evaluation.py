@@ -22,6 +22,8 @@ from ropewalk.studies.evaluation.plan import LengthOptions, make_plan
 from ropewalk.studies.evaluation.subject import native_of
 from ropewalk.studies.evaluation.texts import choose_windows, make_texts, read_documents
 
+pytestmark = pytest.mark.costly(by="file")
+
 LENS = (128, 256, 1024)
 ARGUMENTS = (
     "--methods", "none,linear,yarn", "--windows", "3", "--queries", "8",

@@ -23,7 +23,6 @@ from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.expert_files import expert_file
-from tests.sampling import sampled
 from tests.tensor_meter import TensorMeter
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
@@ -67,7 +66,13 @@ def packed_block(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", ["mixtral", "aria_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "mixtral",
+        *(pytest.param(each, marks=pytest.mark.costly) for each in ("aria_text", "gpt_oss")),
+    ],
+)
 def test_few_bits_have_the_bits_of_their_widened_weights(
     architecture: str, dtype: torch.dtype
 ) -> None:
@@ -94,7 +99,8 @@ def test_an_unpacked_layer_of_few_bits_answers_as_transformers(architecture: str
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", sampled(DTYPES, fixed=()), ids=str)
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mixture_in_int8_keeps_its_bits_in_a_batch(
     engines: EngineFactory, dtype: torch.dtype
 ) -> None:
@@ -132,17 +138,15 @@ def test_a_weight_of_an_expert_that_is_too_large_is_refused_by_name() -> None:
 
 # A file, and the types of gate, up and down; llama-quantize gives half of the downs of Q4_K_M six
 # bits. Each set of types takes seconds to compile.
-FILES = sampled(
-    [
-        ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
-        ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
-        ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
-        ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
-    ],
-    fixed=(),
-)
+FILES = [
+    ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
+    ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
+    ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
+    ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
+]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory, case: str, types: tuple[str, str, str]

@@ -16,7 +16,6 @@ from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised
-from tests.sampling import sampled
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer_fast
 
@@ -53,7 +52,7 @@ def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_
     assert planned.num_bytes == held_bytes(loaded)
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dtype: str) -> None:
     """Keys and up-projections are floats. They lie in panels of float32."""
@@ -74,7 +73,8 @@ def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dty
     assert planned.num_bytes == loaded.low_bits.num_bytes == held_bytes(loaded)
 
 
-@pytest.mark.parametrize("architecture", sampled(MIXTURES, fixed=1, drawn=1))
+@pytest.mark.costly
+@pytest.mark.parametrize("architecture", MIXTURES)
 def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architecture: str) -> None:
     """Their tensors have many names, and gates and ups may be one of them."""
     tiny_model(architecture).save_pretrained(tmp_path)

@@ -31,6 +31,7 @@ def prepared(dtype: torch.dtype, activations: str) -> Checkpoint:
     return prepare_model(model, byte_tokenizer(), frozenset(), {}, activations=activations)  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 )
@@ -56,6 +57,7 @@ def test_answers_with_rounded_activations_are_alike_alone_and_in_a_batch(
     assert together != answer(engines.over(exact), *requests)
 
 
+@pytest.mark.costly
 def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     """The divergence from exact activations is of the size of that of int8 weights."""
     loaded = load_checkpoint(EMBEDDED_MODEL, device="cpu", weights="int8", activations="int8")

@@ -27,7 +27,6 @@ from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
 from tests.model_runtime.layers.low_bits.test_low_bit_products import panels_of
 from tests.processors import OLDER
 from tests.random_blocks import random_rows
-from tests.sampling import sampled
 
 Doubles = NDArray[np.float64]
 
@@ -114,7 +113,7 @@ def products_of(type_name: str, dtype: torch.dtype) -> tuple[LowBitProduct, LowB
     return product, linear
 
 
-@pytest.mark.sampled(by="dtype", drawn=3)
+@pytest.mark.sampled(by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("type_name", BY_TYPE)
 def test_products_are_those_of_rounded_rows_and_alike_in_any_number(
@@ -141,6 +140,7 @@ def test_products_are_those_of_rounded_rows_and_alike_in_any_number(
         torch.set_num_threads(before)
 
 
+@pytest.mark.costly
 def test_formats_and_floats_that_share_an_input_are_one_product() -> None:
     """Words of two sizes need two orders of codes; floats are multiplied by rows as they are."""
     # A panel of two formats becomes floats, so the first two have whole panels.
@@ -175,7 +175,7 @@ def test_formats_and_floats_that_share_an_input_are_one_product() -> None:
 
 # Each takes seconds to compile, for each processor. Bytes of Q8_0 are the largest, so AVX2 widens
 # them; it adds products of the others in sixteen bits.
-DIGESTED = sampled(("Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_XS"), fixed=1, drawn=1)
+DIGESTED = ("Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_XS")
 
 
 def digest() -> str:
@@ -193,6 +193,7 @@ def digest() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(vectors().name != "AVX-512", reason="an older processor is played by AVX-512")
 @pytest.mark.parametrize("name", ["avx2", pytest.param("sse4.2", marks=pytest.mark.long)])
 def test_every_processor_has_the_same_bits(name: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.model_runtime.text.tools.json_pieces import MAX_DEPTH, JsonPieces
+from tests.sampling import few
 
 TEXTS = st.text('ab"\\/\n\t\x01\x7fé🧶\u2028 {}[],:', max_size=8)
 VALUES = st.recursive(
@@ -26,7 +27,7 @@ def written(*pieces: str) -> tuple[str, JsonPieces]:
     return "".join(writer.feed(each) for each in pieces if writer.rest is None), writer
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=few(200, 60))
 @given(
     value=VALUES,
     is_ascii=st.booleans(),

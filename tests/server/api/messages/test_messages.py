@@ -80,6 +80,7 @@ def test_an_answer_has_thinking_text_and_a_call() -> None:
         events, final = stream(server, tools=[LOOK], system=[{"type": "text", "text": "Be brief."}])
     for message in (whole, final):
         assert told(message) == SAID
+        assert message.id.startswith("msg_")
         assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
         assert message.model == "ropewalk-demo"
         usage = message.usage

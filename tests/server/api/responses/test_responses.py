@@ -78,6 +78,7 @@ def test_an_answer_has_reasoning_a_message_and_a_call() -> None:
         ("function_call", "completed", "look", '{"city": "Paris"}'),
     ]
     assert found.output_text == "Let me."
+    assert found.id.startswith("resp_")
     assert (found.status, found.incomplete_details, found.error) == ("completed", None, None)
     assert (found.instructions, found.metadata) == ("Be brief.", {"a": "b"})
     assert [tool.model_dump(exclude_none=True) for tool in found.tools] == [LOOK]
