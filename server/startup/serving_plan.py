@@ -287,9 +287,7 @@ def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
 def _deployment(
     settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
 ) -> Deployment:
-    given: dict[str, Any] = {
-        each: getattr(stated, each) for each in DeploymentSettings.model_fields
-    }
+    given: dict[str, Any] = {one: getattr(stated, one) for one in DeploymentSettings.model_fields}
     if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
         given["rope_scaling"] = _EMBEDDED_SCALING
     options = DeploymentOptions(**given, page_size=settings.page_size)
