@@ -19,6 +19,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, restore
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 
 _CONTEXT = 128  # tokens before the decoded one
@@ -33,14 +34,17 @@ def step_times(path: Path, num_threads: int, rounds: int) -> tuple[float, float]
     fused = vars(model).get("forward")
     if not isinstance(fused, DecoderLayers):
         raise click.ClickException(f"{path.name} keeps its own forward")
-    config = EngineConfig(kv_cache_tokens=1024, max_model_len=512, page_size=_PAGE)
+    config = EngineConfig(
+        kv_cache_tokens=1024, max_model_len=512, page_size=_PAGE, num_state_slots=1
+    )
     runner = build_runner(loaded, config)
     native = loaded.native
     table = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
 
     def span(first: int, end: int) -> list[Span]:
         ids = [7 + (5 * at) % 200 for at in range(first, end)]
-        return [Span(ids, first, range(8), table, range(end - first - 1, end - first))]
+        parts = (StatePart(len(ids), 0 if first else None, 0),) if loaded.states else ()
+        return [Span(ids, first, range(8), table, range(end - first - 1, end - first), parts)]
 
     def timed(*, is_fused: bool) -> float:
         restore(model)

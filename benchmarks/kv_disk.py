@@ -5,9 +5,10 @@ prompt is random tokens. `off` computes it without the disk, `written` computes 
 pages. `disk` reads them after the system was asked to drop the files from its memory, and `memory`
 while they are in it.
 
-The second table decodes with and without the disk, in turns. Its rates follow whatever else runs on
-the machine. So it also has the processor time of the thread that decodes, which is the busiest one
-of the server. Checksums and writes are on another thread.
+The other tables ask a server with the disk and one without in turns. Times follow whatever else
+runs on the machine. So there is also the processor time of the busiest thread of each server, which
+computes. Checksums and writes are on another thread. The second table has the first token of new
+prompts, whose pages are written meanwhile. The third decodes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ _START_S = 300.0
 _READY = '{"prompt": "a", "max_tokens": 1}'
 _FIRST_ID, _LAST_ID = 16, 2000  # below the special tokens of most models
 _SEED = 11
+_STARTS = "off,written,disk,memory"
 
 
 class Served(NamedTuple):
@@ -42,11 +44,11 @@ class Served(NamedTuple):
     pid: int
 
 
-class Decoded(NamedTuple):
-    """How an answer was decoded."""
+class Pair(NamedTuple):
+    """What was measured of an answer."""
 
-    rate: float  # tokens a second after the first, as the server timed them
-    thread_ms: float  # processor time of a token, of the busiest thread
+    rate_or_s: float  # tokens a second after the first as the server timed them, or a time
+    thread_ms: float  # processor time of the busiest thread, of a token or of all
 
 
 def main() -> None:
@@ -54,8 +56,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="1024,8192", help="tokens of the prompts")
+    parser.add_argument("--starts", default=_STARTS, help="rows of the first table; empty: none")
+    parser.add_argument("--writes", type=int, default=0, help="pairs of new prompts; 0: no table")
     parser.add_argument("--rounds", type=int, default=5, help="of decoding; 0: no such table")
     parser.add_argument("--decoded", type=int, default=256, help="tokens of a decoded answer")
+    parser.add_argument(
+        "--first",
+        choices=("without", "with"),
+        default="without",
+        help="server of a pair that starts first; the order alone may change rates by a fifth",
+    )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--flags", default="", help='of the servers, as "--threads 1"')
     parsed = parser.parse_args()
@@ -63,20 +73,30 @@ def main() -> None:
         serve = [str(parsed.model), *shlex.split(parsed.flags)]
         folder = Path(name) / "kv"
         lengths = [int(each) for each in parsed.lengths.split(",") if each]
-        if lengths:
+        starts = [each for each in parsed.starts.split(",") if each]
+        restarted = lengths if starts else []
+        if restarted:
             _write("| tokens | start | first token, s | tokens found | pages, MB/s |")
             _write("|---:|---|---:|---:|---:|")
-        for length in lengths:
-            measure_restarts(serve, folder, length)
-        if parsed.rounds:
-            measure_decoding(serve, folder, parsed.rounds, parsed.decoded)
+        for length in restarted:
+            measure_restarts(serve, folder, length, starts)
+        if parsed.writes or parsed.rounds:
+            with ExitStack() as stack:
+                servers = {
+                    name: stack.enter_context(server(serve, folder if name == "with" else None))
+                    for name in sorted(("without", "with"), key=lambda each: each != parsed.first)
+                }
+                for length in lengths if parsed.writes else ():
+                    measure_writing(servers, length, parsed.writes)
+                if parsed.rounds:
+                    measure_decoding(servers, parsed.rounds, parsed.decoded)
 
 
-def measure_restarts(serve: list[str], folder: Path, length: int) -> None:
+def measure_restarts(serve: list[str], folder: Path, length: int, starts: list[str]) -> None:
     """Measure the first token of one prompt after each kind of start."""
-    prompt = random.Random(_SEED + length).choices(range(_FIRST_ID, _LAST_ID), k=length)  # noqa: S311
+    prompt = prompt_of(length)
     shutil.rmtree(folder, ignore_errors=True)
-    for start in ("off", "written", "disk", "memory"):
+    for start in starts:
         if start == "disk":
             drop_from_memory(folder)
         with server(serve, None if start == "off" else folder) as served:
@@ -86,24 +106,53 @@ def measure_restarts(serve: list[str], folder: Path, length: int) -> None:
         _write(f"| {length:,} | {start} | {seconds:.2f} | {num_cached:,} | {rate} |")
 
 
-def measure_decoding(serve: list[str], folder: Path, rounds: int, num_decoded: int) -> None:
-    """Compare the decode rates of servers with and without the disk, in turns."""
-    found: dict[str, list[Decoded]] = {"without": [], "with": []}
-    draw = random.Random(_SEED)  # noqa: S311
-    with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(server(serve, folder if name == "with" else None))
-            for name in found
-        }
-        for number in range(rounds):
-            prompt = draw.choices(range(_FIRST_ID, _LAST_ID), k=200)
-            for name in sorted(found, reverse=number % 2 == 1):
-                found[name].append(decode(servers[name], prompt, num_decoded))
+def prompt_of(length: int) -> list[int]:
+    """Return random tokens, for each length the same."""
+    return random.Random(_SEED + length).choices(range(_FIRST_ID, _LAST_ID), k=length)  # noqa: S311
+
+
+def measure_writing(servers: dict[str, Served], length: int, rounds: int) -> None:
+    """Compare the first tokens of new prompts, whose pages one of the servers writes."""
+
+    def measure(served: Served, draw: random.Random) -> Pair:
+        prompt = draw.choices(range(_FIRST_ID, _LAST_ID), k=length)
+        before = thread_times(served.pid)
+        seconds, _ = first_token(served.url, prompt)
+        return Pair(seconds, busiest_ms(served.pid, before))
+
+    titles = ("first token, s", "processor time, ms")
+    compare(servers, rounds, f"{length:,} new tokens", titles, measure)
+
+
+def measure_decoding(servers: dict[str, Served], rounds: int, num_decoded: int) -> None:
+    """Compare the decode rates, of prompts whose pages are cached."""
+
+    def measure(served: Served, draw: random.Random) -> Pair:
+        prompt = draw.choices(range(_FIRST_ID, _LAST_ID), k=200)
+        return decode(served, prompt, num_decoded)
+
+    titles = ("tokens/s", "processor time of a token, ms")
+    compare(servers, rounds, "decode", titles, measure)
+
+
+def compare(
+    servers: dict[str, Served],
+    rounds: int,
+    name: str,
+    titles: tuple[str, str],
+    measure: Callable[[Served, random.Random], Pair],
+) -> None:
+    """Measure both servers in each round, first one and then the other first; print a table."""
+    found: dict[str, list[Pair]] = {each: [] for each in servers}
+    for number in range(rounds):
+        for each in sorted(found, reverse=number % 2 == 1):
+            draw = random.Random(f"{_SEED} {name} {number}")  # noqa: S311
+            found[each].append(measure(servers[each], draw))
     _write("")
-    _write("| decode | without | with | with / without in each pair: median, quartiles |")
+    _write(f"| {name} | without | with | with / without in each pair: median, quartiles |")
     _write("|---|---:|---:|---|")
-    for field, title in (("rate", "tokens/s"), ("thread_ms", "processor time of a token, ms")):
-        off, on = ([getattr(each, field) for each in found[name]] for name in ("without", "with"))
+    for at, title in enumerate(titles):
+        off, on = ([each[at] for each in found[of]] for of in ("without", "with"))
         ratios = [mine / other for mine, other in zip(on, off, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         ends = f"{middle:.3f}, {low:.3f} to {high:.3f}"
@@ -141,15 +190,20 @@ def first_token(url: str, prompt: list[int]) -> tuple[float, int]:
     return seconds, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def decode(served: Served, prompt: list[int], num_tokens: int) -> Decoded:
+def decode(served: Served, prompt: list[int], num_tokens: int) -> Pair:
     """Decode an answer to a prompt whose pages are cached."""
     _completion(served.url, {"prompt": prompt, "max_tokens": 1})
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     before = thread_times(served.pid)
     answer = _completion(served.url, {**body, "timings_per_token": True})
-    after = thread_times(served.pid)
-    busiest_ns = max(spent - before.get(thread, 0) for thread, spent in after.items())
-    return Decoded(answer["timings"]["predicted_per_second"], busiest_ns / 1e6 / num_tokens)
+    spent_ms = busiest_ms(served.pid, before)
+    return Pair(answer["timings"]["predicted_per_second"], spent_ms / num_tokens)
+
+
+def busiest_ms(pid: int, before: dict[str, int]) -> float:
+    """Return the milliseconds that the busiest thread of a process computed since `before`."""
+    after = thread_times(pid)
+    return max(spent - before.get(thread, 0) for thread, spent in after.items()) / 1e6
 
 
 def thread_times(pid: int) -> dict[str, int]:
@@ -174,12 +228,17 @@ def read_rate(url: str, folder: Path) -> str:
 def drop_from_memory(folder: Path) -> None:
     """Ask the system to write all files to the disk and to forget them."""
     for path in folder.glob("v1/*/*/*"):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        drop_file(path)
+
+
+def drop_file(path: Path) -> None:
+    """Ask the system to write a file to the disk and to forget it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
 
 
 def _completion(url: str, body: dict[str, Any]) -> Any:

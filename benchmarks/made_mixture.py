@@ -90,7 +90,7 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
         writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str = "qwen2") -> None:
     """Add the tokens of a byte-level tokenizer with one merge, and fillers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + place) for place in range(256 - len(printable))]
@@ -98,7 +98,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
     tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(["a b"])

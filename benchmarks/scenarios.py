@@ -129,6 +129,41 @@ class AtOnce:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """One conversation: each turn's prompt is the one before it with further tokens.
+
+    The further tokens stand for the answer and the next question. The client draws them, so that
+    all servers read the same numbers of tokens.
+    """
+
+    name: str = "turns"
+    first_len: int = 512
+    turn_len: int = 128
+    output_len: int = 32
+    num_turns: int = 10
+    concurrency: int = 1
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (WALL, FIRST_TOKEN)
+
+    @property
+    def longest(self) -> int:
+        return self.first_len + (self.num_turns - 1) * self.turn_len + self.output_len
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """Return the time of all turns, and the median first token of those after the first."""
+        prompt, answers = prompts.ids(self.first_len), []
+        for turn in range(self.num_turns):
+            request = Request(prompt, self.output_len, may_be_cached=turn > 0)
+            answers.append(await sender.send(request, sender.body(request)))
+            prompt = [*prompt, *prompts.ids(self.turn_len)]
+        first_s = percentile([each.time_to_first_token_s for each in answers[1:]], 50)
+        wall_s = sum(each.end_to_end_s for each in answers)
+        return _outcome({WALL: wall_s, FIRST_TOKEN: first_s}, answers)
+
+
+@dataclass(frozen=True, slots=True)
 class InFlight:
     """Requests of which a fixed number is in flight: one ends, and the next is sent."""
 
@@ -269,6 +304,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _prefill(2048, 2),
     _prefill(8192, 1),
     AtOnce("prefix", WALL, prefix_len=1024, own_len=32, output_len=8, num_requests=16),
+    Turns(),
     Mixed(),
     *(_context(256 << doubling) for doubling in range(7)),
     OneByOne("large-single", (DECODE, FIRST_TOKEN), prompt_len=64, output_len=64, num_requests=1),

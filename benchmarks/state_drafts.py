@@ -3,7 +3,9 @@
 The model has layers of Qwen 3.5 0.8B's shape, random weights, and the 0.8B's share of vocabulary
 for each layer. One sequence decodes at a time, without and with drafts in turns, and all answers
 must be equal. Tokens are drawn at random. In `predicted`, the client predicts them, with one wrong
-token in eight. In `random` it does not, so no draft is right but by chance.
+token in eight. In `random` it does not, so no draft is right but by chance. In `repeated` the
+likeliest tokens are chosen. A model with random weights and a tied head then repeats itself, and
+drafts come from the text so far. `--file` measures a GGUF, such as one of `made_hybrid.py`.
 """
 
 import random
@@ -11,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import torch
@@ -22,7 +25,11 @@ from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    prepare_model,
+)
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
@@ -30,7 +37,7 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 _VOCAB_PER_LAYER = 248_320 // 24
 _PROMPT, _ANSWER = 48, 96  # tokens
 _WRONG = 8  # of so many predicted tokens, one is
-SCENARIOS = ("predicted", "random")
+SCENARIOS = ("predicted", "random", "repeated")
 
 
 class Counted(Observer):
@@ -45,9 +52,10 @@ class Counted(Observer):
         self.num_accepted += num_accepted
 
 
-def model_of(num_layers: int, **sizes: int) -> Checkpoint:
-    """Build and check the model in float32. `sizes`: other numbers of its config."""
+def config_of(num_layers: int, **sizes: int) -> Qwen3_5TextConfig:
+    """Return the model's config. `sizes`: other numbers of it."""
     numbers = {
+        "max_position_embeddings": 4096,
         "vocab_size": num_layers * _VOCAB_PER_LAYER,
         "hidden_size": 1024,
         "intermediate_size": 3584,
@@ -58,15 +66,18 @@ def model_of(num_layers: int, **sizes: int) -> Checkpoint:
         "linear_num_value_heads": 16,
         **sizes,
     }
-    config = Qwen3_5TextConfig(
+    return Qwen3_5TextConfig(
         num_hidden_layers=num_layers,
-        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=None,
         **numbers,
     )
+
+
+def model_of(num_layers: int, **sizes: int) -> Checkpoint:
+    """Build and check the model in float32. `sizes`: other numbers of its config."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config_of(num_layers, **sizes)).eval()
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(EMBEDDED_MODEL))
     return prepare_model(model, tokenizer, frozenset(), {})
 
@@ -75,7 +86,10 @@ def asked(deployment: Deployment, scenario: str, number: int) -> Request:
     """Return a request, before it has a prediction."""
     rng = random.Random(number)  # noqa: S311  # repeatable, not secret
     prompt = tuple(rng.randrange(200) for _ in range(_PROMPT))
-    sampling = SamplingParams(max_tokens=_ANSWER, temperature=1.0, seed=number)
+    temperature = 0.0 if scenario == "repeated" else 1.0
+    sampling = SamplingParams(
+        max_tokens=_ANSWER, temperature=temperature, seed=number, ignore_eos=True
+    )
     placement = deployment.place(RopeRequest(), _PROMPT, _ANSWER)
     return Request(f"{scenario}-{number}", prompt, sampling, placement, "")
 
@@ -106,13 +120,14 @@ def pairs(
 
 
 @click.command()
+@click.option("--file", type=click.Path(exists=True, path_type=Path), help="A model's file.")
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(4), help="Layers.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Answers.")
-def main(layers: int, threads: int, rounds: int) -> None:
+def main(file: Path | None, layers: int, threads: int, rounds: int) -> None:
     """Print the tokens a second without and with drafts, and the share of right tokens."""
     torch.set_num_threads(threads)
-    checkpoint = model_of(layers)
+    checkpoint = model_of(layers) if file is None else load_checkpoint(file)
     click.echo(table(checkpoint, rounds))
 
 

@@ -6,8 +6,8 @@ of cached tokens and the slots are those of a server under the same requests, wh
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
@@ -25,8 +25,13 @@ _DEPLOYMENT = make_deployment(
     "m", native_rope({"max_position_embeddings": NATIVE_LEN, "head_dim": 8})
 )
 Tokens = tuple[int, ...]
-# A load gets random numbers, and sends groups of prompts; it receives the answers of each group.
-Load = Callable[[random.Random], Iterator[list[Tokens]]]
+
+
+class Answering(Protocol):
+    """A server of prompts that come at once, or a simulation of one."""
+
+    def answer(self, prompts: list[Tokens], num_tokens: int = 150) -> list[Tokens]:
+        """Serve prompts; return each with its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Server:
             self.most_slots = max(self.most_slots, held)
 
 
-def conversations(server: Server, rng: random.Random) -> None:
+def conversations(server: Answering, rng: random.Random) -> None:
     """Send 24 conversations of ten turns under one system prompt, eight turns at a time."""
     system = _tokens(rng, 800, 800)
     texts = [system] * 24
@@ -109,14 +114,14 @@ def conversations(server: Server, rng: random.Random) -> None:
                 texts[each] = text
 
 
-def shared_prefix(server: Server, rng: random.Random) -> None:
+def shared_prefix(server: Answering, rng: random.Random) -> None:
     """Send ten bursts of 16 prompts at once; all of a burst share 3,000 tokens."""
     for _ in range(10):
         system = _tokens(rng, 3000, 3000)
         server.answer([system + _tokens(rng, 50, 500) for _ in range(16)], 50)
 
 
-def branches(server: Server, rng: random.Random) -> None:
+def branches(server: Answering, rng: random.Random) -> None:
     """Send 60 requests of an agent, each from any earlier end of a turn."""
     turns = [_tokens(rng, 2000, 2000)]
     for _ in range(60):

@@ -22,12 +22,17 @@ class _Tiered(Protocol):
     @property
     def kv_store(self) -> str | None: ...
 
+    @property
+    def kv_offload_gib(self) -> float | None: ...
+
 
 def tier_setting(settings: _Tiered) -> str | None:
     """Return the setting that asks for a tier of pages below the cache; None: there is none."""
     if settings.kv_store is not None:
         return "kv_store"
-    return None if settings.kv_disk is None else "kv_disk"
+    if settings.kv_disk is not None:
+        return "kv_disk"
+    return None if settings.kv_offload_gib is None else "kv_offload_gib"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,7 @@ class EngineConfig:
     kv_disk_gib: float | None = None  # its size, if there is one
     # Address of a store of such pages, in place of a folder; it may hold a password.
     kv_store: str | None = field(default=None, repr=False)
+    kv_offload_gib: float | None = None  # of a GPU's host, for such pages before any other place
     page_groups: PageGroups | None = None  # None: a page holds all layers, and no window is held
 
     @property

@@ -9,13 +9,20 @@ if TYPE_CHECKING:
     from ropewalk.server.metrics import MetricFactory
 
 _EVENTS = ("read", "written", "dropped", "evicted")
+_MEMORY_EVENTS = ("read", "evicted")
 
 
 class DiskMetrics:
     """The metrics of one engine's tier."""
 
-    def __init__(self, factory: "MetricFactory") -> None:
-        """Create all families, with every label."""
+    def __init__(
+        self, factory: "MetricFactory", *, has_place: bool = True, has_memory: bool = False
+    ) -> None:
+        """Create all families, with every label.
+
+        `has_place`: there is a folder or a store. `has_memory`: pages are in host memory.
+        """
+        self._has_place = has_place
         self._pages = factory.counter(
             "ropewalk_kv_disk_pages", "Pages of the tier on disk by event.", ["event"]
         )
@@ -41,6 +48,7 @@ class DiskMetrics:
             "Always 1; servers that share pages have the same place.",
             ["place"],
         )
+        self._memory = _MemoryMetrics(factory) if has_memory else None
         self._place: str | None = None
         for event in _EVENTS:
             self._pages.labels(event)
@@ -58,9 +66,31 @@ class DiskMetrics:
         self._tokens.inc(counts.num_tokens_read)
         self._seconds.labels("read").inc(counts.read_s)
         self._seconds.labels("write").inc(counts.write_s)
-        self._bytes.set(counts.num_bytes)
+        if self._has_place:
+            self._bytes.set(counts.num_bytes)
         self._paused.set(counts.is_paused)
+        if self._memory is not None:
+            self._memory.add(counts)
         if counts.place is not None and counts.place != self._place:
             self._info.clear()
             self._info.labels(counts.place).set(1)
             self._place = counts.place
+
+
+class _MemoryMetrics:
+    """The metrics of pages in host memory."""
+
+    def __init__(self, factory: "MetricFactory") -> None:
+        """Create both families, with every label."""
+        self._pages = factory.counter(
+            "ropewalk_kv_offload_pages", "Pages of host memory by event.", ["event"]
+        )
+        self._bytes = factory.gauge("ropewalk_kv_offload_bytes", "Size of pages in host memory.")
+        for event in _MEMORY_EVENTS:
+            self._pages.labels(event)
+
+    def add(self, counts: "TierCounts") -> None:
+        """Add what has happened since the last call."""
+        for event, number in counts.memory.items():
+            self._pages.labels(event).inc(number)
+        self._bytes.set(counts.num_memory_bytes)

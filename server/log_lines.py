@@ -3,10 +3,12 @@
 This module does not import torch, nor the libraries whose own lines it brings into the format.
 """
 
+import io
 import logging
 import os
 import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
@@ -23,8 +25,10 @@ def log_to_stderr(log_format: LogFormat = "logfmt", level: LogLevel = "info") ->
     """Configure the log of this process, with the lines of the libraries that log by themselves.
 
     Libraries tell their warnings and errors; at the level debug, those of `_LIBRARIES` tell more. A
-    command may replace the stream (structlog's `logger_factory`) and keeps the format.
+    command may replace the stream (structlog's `logger_factory`) and keeps the format. Lines are
+    lost from then on, with no error, while standard error cannot be written.
     """
+    _keep_stderr()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -44,6 +48,32 @@ def log_to_stderr(log_format: LogFormat = "logfmt", level: LogLevel = "info") ->
         root.addHandler(_ToOurLog())
     for name in _LIBRARIES:
         _route(name)
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what it cannot write, because its reader is gone or the disk is full."""
+
+    def write(self, data: Any) -> int:
+        """Write what is possible, and say that all of it is written."""
+        num_bytes = memoryview(data).nbytes
+        try:
+            return super().write(data) or num_bytes
+        except OSError:
+            return num_bytes
+
+
+def _keep_stderr() -> None:
+    """Let no write to standard error raise: a line of the log must not end what it tells of."""
+    if sys.stderr is None:  # it was closed at the start, and a socket must not get its number
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # for good
+        return
+    standard = sys.__stderr__
+    if standard is not None and sys.stderr is standard:  # else a test or a tool reads it
+        standard.flush()
+        buffer = io.BufferedWriter(_LossyFile(standard.fileno(), "wb", closefd=False))
+        sys.stderr = io.TextIOWrapper(
+            buffer, standard.encoding, standard.errors, line_buffering=True
+        )
 
 
 def _renderers(log_format: LogFormat) -> list[structlog.typing.Processor]:

@@ -145,10 +145,12 @@ class ByContext(Collector):
         yield family
 
 
-def _disk_metrics(factory: MetricFactory) -> "DiskMetrics":
+def _disk_metrics(factory: MetricFactory, config: EngineConfig) -> "DiskMetrics":
     from ropewalk.server import disk_metrics  # noqa: PLC0415  # not without the tier
 
-    return disk_metrics.DiskMetrics(factory)
+    has_place = config.kv_disk is not None or config.kv_store is not None
+    has_memory = config.kv_offload_gib is not None
+    return disk_metrics.DiskMetrics(factory, has_place=has_place, has_memory=has_memory)
 
 
 class Metrics(Observer):
@@ -264,7 +266,7 @@ class Metrics(Observer):
             )
         self._disk: DiskMetrics | None = None
         if config.tier_setting is not None:
-            self._disk = _disk_metrics(factory)
+            self._disk = _disk_metrics(factory, config)
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.capacity
         )

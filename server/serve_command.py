@@ -10,17 +10,19 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.access.keys import KeyTable
-from ropewalk.server.process.hangups import Hangups, end_at_once
+from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
 from ropewalk.server.sentences import DIED, Teller, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, load_settings
-from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.settings.sections import SECTIONS, DeploymentSettings
 from ropewalk.server.startup.gate import (
     access_policy_of,
     checked,
@@ -59,6 +61,7 @@ def serve(**flags: Any) -> None:
             teller.use_json(structlog.get_logger(__name__))
         # Errors of named files are reported before anything is imported.
         keys = checked(settings)
+        _refuse_before_listening(settings)
         for warning in key_warnings(settings, stated):
             teller.say(warning)
         has_died = serve_settings(settings, keys, stated, teller)
@@ -67,6 +70,23 @@ def serve(**flags: Any) -> None:
         sys.stderr.flush()
         # On a broken GPU torch's destructors may abort, which would be another code.
         os._exit(DIED)
+
+
+_NAMING = ("deployments", "model_aliases")  # settings that name deployments
+
+
+def _refuse_before_listening(settings: ServeSettings) -> None:
+    """Raise what can be told before the port opens, if there may be something.
+
+    The look takes 0.2 s. The servers on Ray have models of their own.
+    """
+    model, stated = settings.model, settings.model_fields_set
+    is_absent = model is not None and not is_hub_id(model) and not Path(model).exists()
+    names_some = not stated.isdisjoint({*DeploymentSettings.model_fields, *_NAMING})
+    if settings.replicas is None and (is_absent or names_some):
+        from ropewalk.server.startup.dry_run import refuse_before_listening  # noqa: PLC0415
+
+        refuse_before_listening(settings)
 
 
 def serve_settings(
@@ -222,9 +242,11 @@ def _run_on(
 
 def _handle_signals(server: "GracefulServer") -> None:
     """Let a server in another thread drain at the first signal; end at the second."""
-    num_signals = itertools.count()
+    num_signals, signals = itertools.count(), SignalTimes()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if not signals.is_new():
+            return
         if next(num_signals):
             os._exit(DIED)
         server.handle_exit(number, frame)

@@ -118,11 +118,19 @@ class KVCache:
 
         With groups of layers, a page has those of one group.
         """
+        return [each.numpy() for each in self.page_bytes()]
+
+    def page_bytes(self) -> list[Tensor]:
+        """Return the bytes of each page, uint8 [N, bytes], keys then values of each layer."""
         every = (each for index in sorted(self._pages) for each in self._pages[index])
         tensors = {id(each): each for each in every}.values()
         # A page's numbers are contiguous in any layout, and whose they are does not matter here.
-        whole = (torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in tensors)
-        return [each.numpy().reshape(self.num_pages, -1) for each in whole]
+        return [
+            torch.empty(0, dtype=torch.uint8, device=each.device)
+            .set_(each.untyped_storage())
+            .reshape(self.num_pages, -1)
+            for each in tensors
+        ]
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys [N, K, D, O] and values [N, K, O, V]."""

@@ -8,9 +8,9 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimension
 dimensions, N = pages, O = offsets in a page.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -52,8 +52,27 @@ class StepMissingError(ModelError):
         )
 
 
+class StateOperation(NamedTuple):
+    """The operation of a layer with states within the one call of a step."""
+
+    fields: dict[int, int]  # by field of `fused_decode.py`
+    factors: tuple[float, float]
+    keeps: tuple[Any, ...]  # memory whose addresses are among the fields
+    advance: Any  # the compiled function that computes it
+
+
 class StateCall(Protocol):
     """The call of a layer that mixes tokens by a state of each sequence, not by attention."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return what the layer's products computed, [T, ...] each."""
+
+    def of(self, inputs: Sequence[Tensor]) -> "StateCall":
+        """Return the call of the same layer with other inputs."""
+
+    def operation(self) -> StateOperation:
+        """Return the operation for the one call of a step."""
 
     def zeros(self) -> Tensor:
         """Return zeros in the shape of the result, for probes."""

@@ -3,15 +3,17 @@
 A slot holds the state of one sequence after some token, over all layers. Its numbers are float32.
 
 Shapes: N = slots, L = inputs that are kept, C = channels, H = heads, K = dimensions of a key,
-D = dimensions of a value.
+D = dimensions of a value, X = arrays of a layer.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.state_shape import StateShape
 
 
@@ -27,6 +29,7 @@ class StateStore:
 
     def __init__(self, layers: Mapping[int, StateShape], num_slots: int) -> None:
         """Allocate the slots. Raises RuntimeError if memory is short."""
+        self.num_slots = num_slots
         self._layers = {
             index: LayerStates(
                 torch.zeros(num_slots, each.num_kept, each.num_channels).numpy(),
@@ -38,3 +41,9 @@ class StateStore:
     def layer(self, layer_idx: int) -> LayerStates:
         """Return a layer's slots."""
         return self._layers[layer_idx]
+
+    @cached_property
+    def addresses_LX(self) -> Ints:
+        """Return the addresses of each layer's two arrays, in the order of layers."""
+        arrays = (self._layers[index] for index in sorted(self._layers))
+        return np.array([[part.ctypes.data for part in each] for each in arrays], np.int64)

@@ -28,7 +28,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
 )
 
 # The activations, by the numbers that the kernels know them by.
-KINDS = SILU, GELU_TANH, GELU_ERF, SQUARED_RELU = tuple(range(4))
+KINDS = SILU, GELU_TANH, GELU_ERF, SQUARED_RELU, SIGMOID = tuple(range(5))
 
 _ZERO, _ONE, _HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 _LEAST = np.float32(-87.0)  # e^87 is a normal number, and 1 / e^87 is 0 beside any other
@@ -97,6 +97,11 @@ def _squared_relu(x: Any) -> Any:
     return multiply(positive, positive)
 
 
+@jit(inline=True)
+def _sigmoid(x: Any) -> Any:
+    return _logistic(broadcast(_ONE), x)
+
+
 @jit()
 def activate(row_I: Floats, kind: int) -> None:
     """Compute an activation of each value in place; NaN stays NaN."""
@@ -109,6 +114,9 @@ def activate(row_I: Floats, kind: int) -> None:
     elif kind == GELU_ERF:
         for i in range(0, row_I.shape[0], WIDTH):
             store(row_I, i, _gelu_erf(load(row_I, i)))
+    elif kind == SIGMOID:
+        for i in range(0, row_I.shape[0], WIDTH):
+            store(row_I, i, _sigmoid(load(row_I, i)))
     else:
         for i in range(0, row_I.shape[0], WIDTH):
             store(row_I, i, _squared_relu(load(row_I, i)))

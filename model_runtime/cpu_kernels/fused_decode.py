@@ -47,11 +47,13 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, Multi
 from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
 # Codes of operations. Those up to _LAST_OF_ROWS compute each row by itself.
-NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE = range(
-    12
-)
+(
+    NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE,
+    DELTA, SHIFT,
+) = range(14)  # fmt: skip
 _LAST_OF_ROWS = GATHER
 _FIRST_OF_MIXTURES = ROUTE
+_FIRST_OF_STATES = DELTA
 
 # Fields of an operation. An operand is a slot, its width and the first column that is read.
 (
@@ -59,8 +61,9 @@ _FIRST_OF_MIXTURES = ROUTE
     FIRST, FIRST_WIDTH, FIRST_AT, SECOND, SECOND_WIDTH, SECOND_AT, THIRD, THIRD_WIDTH, THIRD_AT,
     ADDRESS, LENGTH, OTHER_ADDRESS, OTHER_LENGTH, KIND, DIM, LAYOUT, CHAIN,
     LAYER, TABLES, NUM_HEADS, NUM_KEY_HEADS, VALUE_DIM, WINDOW,
-) = range(29)  # fmt: skip
-NUM_FIELDS = 29
+    FOURTH, FOURTH_WIDTH, FOURTH_AT,
+) = range(32)  # fmt: skip
+NUM_FIELDS = 32
 NO_SLOT = -1  # the second operand of ADD and MULTIPLY is then a constant row at ADDRESS
 
 # Factors of an operation: eps of a norm; scaling and soft cap of attention; a gate's of experts.
@@ -240,11 +243,11 @@ def _mixture(multiply_experts: Any) -> Any:
     @jit()
     def compute(
         fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
-        like_scale: Floats, thread: int, num_threads: int,
+        step: FusedStep, thread: int, num_threads: int,
     ) -> None:  # fmt: skip
         """Compute a thread's part of an operation; DIM is the number of experts or of columns."""
         code, first, out = fields_F[CODE], fields_F[FIRST], fields_F[OUT]
-        dim = fields_F[DIM]
+        dim, like_scale = fields_F[DIM], step.like_scale
         x_RK = carray(pointer_to(addresses_B[first], like), (num_rows, fields_F[FIRST_WIDTH]))
         if code == ROUTE:
             logits_RE = carray(pointer_to(addresses_B[out], like_scale), (num_rows, dim))
@@ -274,18 +277,39 @@ def _mixture(multiply_experts: Any) -> Any:
 
 
 @jit()
-def _no_mixture(
+def _nothing(
     fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
-    like_scale: Floats, thread: int, num_threads: int,
+    step: FusedStep, thread: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute nothing, because the program has no mixture."""
+    """Compute nothing, because the program has no mixture, or no layer that keeps states."""
 
 
 @cache
-def _runner(multiplying: Multiplying, access: Access, mixture: Any = _no_mixture) -> Any:
+def _stages(mixture: Any, advance: Any) -> Any:
+    """Compiled: the operations of mixtures and of layers with states."""
+
+    @jit()
+    def compute(
+        fields_F: Ints, factors_X: Floats, addresses_B: Ints, num_rows: int, like: Numbers,
+        step: FusedStep, thread: int, num_threads: int,
+    ) -> None:  # fmt: skip
+        """Compute a thread's part of an operation."""
+        if fields_F[CODE] >= _FIRST_OF_STATES:
+            advance(fields_F, factors_X, addresses_B, num_rows, like, step, thread, num_threads)
+        else:
+            mixture(fields_F, factors_X, addresses_B, num_rows, like, step, thread, num_threads)
+
+    return compute
+
+
+@cache
+def _runner(
+    multiplying: Multiplying, access: Access, mixture: Any = _nothing, advance: Any = _nothing
+) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
     attend, pages_of, write = access
+    stages = _stages(mixture, advance)
 
     @jit()
     def product(
@@ -337,10 +361,7 @@ def _runner(multiplying: Multiplying, access: Access, mixture: Any = _no_mixture
                 run_on_rows(fields_F, factors_X, addresses_B, like, step.like_scale, 0, num_rows)
                 continue
             if code >= _FIRST_OF_MIXTURES:
-                mixture(
-                    fields_F, factors_X, addresses_B, num_rows, like, step.like_scale,
-                    thread, num_threads,
-                )  # fmt: skip
+                stages(fields_F, factors_X, addresses_B, num_rows, like, step, thread, num_threads)
                 continue
             x_shape = (num_rows, fields_F[FIRST_WIDTH])
             x_RK = carray(pointer_to(addresses_B[fields_F[FIRST]], like), x_shape)
@@ -366,11 +387,13 @@ def access_to(keys_NKDO: Numbers) -> Access:
     return PAIRS_ACCESS if uses_pairs(keys_NKDO) else EXACT_ACCESS
 
 
-def runner_for(multiplying: Multiplying, access: Access, multiply_experts: Any = None) -> Any:
+def runner_for(
+    multiplying: Multiplying, access: Access, multiply_experts: Any = None, advance: Any = None
+) -> Any:
     """Return the runner for an access to the cache and a model with one kind of product.
 
-    `multiply_experts`: the product of all experts; None if the model has none.
+    `multiply_experts`: the product of all experts; None if the model has none. `advance`: the
+    function of layers with states (`states/fused_step.py`); None if the model has none.
     """
-    if multiply_experts is None:
-        return _runner(multiplying, access)
-    return _runner(multiplying, access, _mixture(multiply_experts))
+    mixture = _nothing if multiply_experts is None else _mixture(multiply_experts)
+    return _runner(multiplying, access, mixture, _nothing if advance is None else advance)

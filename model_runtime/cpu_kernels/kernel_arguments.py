@@ -109,6 +109,14 @@ class Scratch(NamedTuple):
     acc_RV: Floats  # running sum of probabilities times values
 
 
+class StateArrays(NamedTuple):
+    """The slots of states in a fused decode step, and the parts of its sequences."""
+
+    addresses_LX: Ints  # of each layer with states: its last inputs, and its recurrent state
+    num_slots: int
+    parts_X4: Ints  # see `Batch.parts_X4`
+
+
 class FusedStep(NamedTuple):
     """The arguments of a fused decode step that are the same for all threads."""
 
@@ -123,6 +131,7 @@ class FusedStep(NamedTuple):
     page_table_GSN: NDArray[np.int32]  # of all groups of layers; `sequences` has the first one
     page_GT: Ints  # `destinations` has the first one
     group_L: Ints  # the group of each layer
+    states: StateArrays
     tables: tuple[RotationArrays, ...]  # of the kinds of layers, as plain tuples
 
     def unnamed(self) -> tuple[Any, ...]:

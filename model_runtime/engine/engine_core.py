@@ -131,6 +131,11 @@ class EngineCore:
         if counts is not None:
             self._observer.tiered(counts)
 
+    def _prepare_tier(self) -> None:
+        """Let the next step wait for copies that it could disturb."""
+        if self._tier is not None:
+            self._tier.before_step()
+
     def add(self, state: RequestState) -> None:
         self._requests.add(state)
 
@@ -304,6 +309,7 @@ class EngineCore:
         self, plan: StepPlan, states: Sequence[RequestState], current: _InFlight | None
     ) -> _InFlight:
         """Launch decodes, whose tokens are known or are those of the current step."""
+        self._prepare_tier()
         with self._clock.part("build"), memory_errors_told():
             before, num_unknown = None, 0
             if current is not None:
@@ -330,6 +336,7 @@ class EngineCore:
             self.scheduler.pages.release_detained()
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
+        self._prepare_tier()
         with memory_errors_told():
             forward = self._runner.prepare(spans)
             with self._clock.part("forward"):

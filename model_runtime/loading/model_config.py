@@ -250,6 +250,20 @@ def read_outline(
 
     Raises ModelError that names the problem.
     """
+    found = read_plain_outline(source, dtype=dtype, device=device, has_weights=has_weights)
+    return found or read_model_config(
+        source,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        has_weights=has_weights,
+    )
+
+
+def read_plain_outline(
+    source: str | Path, *, dtype: str = "auto", device: str = "auto", has_weights: bool = True
+) -> ModelConfig | None:
+    """Read a config without torch; return None if it is no plain one. Raises ModelError."""
     where, number_type = plain_device(device), plain_number_type(dtype)
     path = find_gguf(source) if has_weights else None
     if where is not None and number_type is not None and path is not None:
@@ -260,13 +274,7 @@ def read_outline(
         if config is not None:
             stored = _take_scheme(config, source, has_weights=has_weights)
             return ModelConfig(source, config, number_type, where, has_weights, stored)
-    return read_model_config(
-        source,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        has_weights=has_weights,
-    )
+    return None
 
 
 def read_model_config(

@@ -136,6 +136,13 @@ class LimitedProtocol(H11Protocol):
         else:
             self.transport.close()
 
+    def cut_off(self) -> None:
+        """Close in the midst of an answer that has begun; what is sent already still arrives."""
+        if self.cycle is not None and self.cycle.response_started and not self.is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """Become idle, or go on with a request that has arrived meanwhile."""
         super().on_response_complete()

@@ -4,6 +4,7 @@ The label is the template (`/v1/models/{name}`), never the path, because a clien
 become a label.
 """
 
+import asyncio
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,18 +56,23 @@ class HttpMetricsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # the outermost layer's answer if the application sends none
+        status, has_started = 500, False  # what the outermost layer answers to an exception
 
         async def note_status(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_started
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_started = message["status"], True
             await send(message)
 
         began = time.monotonic()
         opened = None if self._opener is None else self._opener.opened(scope, receive)
         try:
             await self._app(scope, receive, note_status)
+        except asyncio.CancelledError:  # the process ends at once (availability.py)
+            status = status if has_started else 503
+            if opened is not None:
+                opened.is_aborted = True
+            raise
         finally:
             template = getattr(scope.get("route"), "path", None)  # set by the router
             seconds = time.monotonic() - began

@@ -3,11 +3,31 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
+
+
+_ONE_SIGNAL_S = 1.0  # timeout(1) signals its child, and then the group that the child is in
+
+
+class SignalTimes:
+    """The signals that ask a process to end. Those soon after the first are the same one."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def is_new(self) -> bool:
+        """Note a signal; return whether it is the first one, or a later one of its own."""
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+            return True
+        return now_s - self._first_s >= _ONE_SIGNAL_S
 
 
 class Hangups:
@@ -66,7 +86,8 @@ class Hangups:
 
 def end_at_once(*_: object) -> NoReturn:
     """End the process with code 0. Nothing is served yet, and torch cannot be interrupted."""
-    sys.stderr.flush()
+    with suppress(OSError):  # its reader may be gone
+        sys.stderr.flush()
     os._exit(0)
 
 

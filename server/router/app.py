@@ -13,6 +13,7 @@ import structlog
 
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
+from ropewalk.server.router.facts import none_ready
 from ropewalk.server.router.fleet import Fleet
 from ropewalk.server.router.forward import (
     Asked,
@@ -103,7 +104,11 @@ class RouterApp:
             return 503, DRAINING_HEADERS, DRAINING
         if self._fleet.usable:
             return 200, {}, {"status": "ok"}
-        return 503, {"Retry-After": "1"}, envelope("No server is ready.", "server_error")
+        return (
+            503,
+            {"Retry-After": "1"},
+            envelope(none_ready(self._fleet.problems()), "server_error"),
+        )
 
     def _version(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:
         return 200, {}, {"version": own_version(), "commit": own_commit()}

@@ -1,12 +1,13 @@
 """What a server serves, as its /v1/models tells it."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _OF_THE_START = "created"  # differs between equal servers
 _FINGERPRINTS = ("fingerprint", "arithmetic")
+_NAMED = 3  # servers whose problem a client is told
 _SHOWN = 8  # digits of a fingerprint in the log
 
 
@@ -48,11 +49,23 @@ def facts_of(models: Any, *, has_key: bool) -> Facts:
     return Facts(json.dumps(listing, sort_keys=True), prints, arithmetic)
 
 
-def why_none_goes_on(begun: Facts | None, others: Iterable[Facts | None]) -> str:
+def none_ready(problems: Mapping[str, str]) -> str:
+    """Return in a sentence that no server is ready, with the problems of the first by address."""
+    if not problems:
+        return "No server is ready."
+    told = [f"{address}: {problem}" for address, problem in [*problems.items()][:_NAMED]]
+    if len(problems) > _NAMED:
+        told.append(f"and {len(problems) - _NAMED} others")
+    return f"No server is ready ({'; '.join(told)})."
+
+
+def why_none_goes_on(
+    begun: Facts | None, others: Iterable[Facts | None], problems: Mapping[str, str]
+) -> str:
     """Return in a sentence why no server goes on with a stream that another one began."""
     arithmetic = [each.arithmetic for each in others if each is not None]
     if begun is None or not arithmetic or begun.arithmetic in arithmetic:
-        return "No server is ready."
+        return none_ready(problems)
     return (
         "The server was lost, and the others compute on another processor or with other "
         "libraries, so the rest of the answer could be another one."

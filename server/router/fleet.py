@@ -62,6 +62,11 @@ class Fleet:
             name: "ready" if name in usable else each.problem for name, each in self.servers.items()
         }
 
+    def problems(self) -> dict[str, str]:
+        """Return by URL why a server takes no requests, and by name why it is not resolved."""
+        not_ready = {name: why for name, why in self.states().items() if why != "ready"}
+        return {**self._unresolved, **not_ready}
+
     def refused(self) -> Mapping[str, int]:
         """Return by reason how many servers may take no requests."""
         num_of = Counter(each.refusal for each in self.servers.values() if not each.is_removed)
@@ -268,8 +273,8 @@ class Fleet:
             server.facts = Facts("" if status == 401 else f"status {status}")
         if status == 403:
             server.facts = None
-            self._note(server, is_ready=False, problem="its router_key is another one")
-            self._refuse(server, "router_key", server.problem)
+            self._refuse(server, "router_key", "its router_key is another one")
+            self._note(server, is_ready=False, problem=server.problem)
             raise LostError(server.problem)
         server.facts_at = asyncio.get_running_loop().time()
         status, page = await self._read_page(server, self._own_headers())
@@ -285,6 +290,9 @@ class Fleet:
     def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
         if is_ready and not server.is_ready:
             server.ready_at = asyncio.get_running_loop().time()
+        if server.is_new and not is_ready and not server.refusal:
+            _log.warning("server_not_ready", server=server.name, why=problem)
+        server.is_new = False
         server.is_ready, server.problem = is_ready, problem
         self._update()
 

@@ -111,7 +111,9 @@ class Forwarder:
 
     async def _try(self, asked: Asked, start: Start, send: SendPart) -> bool:
         """Ask one server; return False if another one has to be asked."""
-        limit_s, loop = self._settings.wait_seconds, asyncio.get_running_loop()
+        # Only generation is worth a wait; a look at the servers is told at once.
+        is_patient = asked.method == "POST"
+        limit_s, loop = self._settings.wait_seconds * is_patient, asyncio.get_running_loop()
         if asked.has_begun:
             limit_s = max(0.0, asked.waits_until - loop.time())
         server = await self._fleet.pick(
@@ -119,7 +121,8 @@ class Forwarder:
         )
         began = loop.time()
         if server is None:
-            told = why_none_goes_on(asked.facts, [each.facts for each in self._fleet.usable])
+            others = [each.facts for each in self._fleet.usable]
+            told = why_none_goes_on(asked.facts, others, self._fleet.problems())
             await self._give_up(asked, send, told, "no_server")
             return True
         exchange: Exchange | None = None

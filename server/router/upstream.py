@@ -318,6 +318,7 @@ class Server:
         self.target = target
         self.pool = Pool(target, tls, silence_s)
         self.is_ready = False
+        self.is_new = True  # no check of it has ended
         self.ready_at = 0.0  # the loop's time when it last became so
         self.is_removed = False  # its name no longer resolves to it; its streams go on
         self.facts: Facts | None = None  # what it serves; None: it has not been asked

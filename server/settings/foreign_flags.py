@@ -75,14 +75,11 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "Set --gpu-memory-utilization; it counts the memory of a step, too.": (
         "--mem-fraction-static",
     ),
-    "--kv-disk and --kv-disk-gib keep pages of prefixes on disk, and --kv-store in Valkey, on a "
-    "CPU.": (
+    "--kv-disk and --kv-disk-gib keep pages of prefixes on disk, and --kv-store in Valkey. On a "
+    "GPU --kv-offload-gib keeps them in host memory.": (
         *("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend"),
         *("--enable-hierarchical-cache", "--hicache-size", "--hicache-ratio"),
         *("--hicache-storage-backend", "--slot-save-path"),
-    ),
-    "On a CPU the cache is host memory already, so raise --kv-cache-gib; a GPU has no such tier.": (
-        "--kv-offload-gib",
     ),
     "Set --kv-cache-tokens or --kv-cache-gib.": (
         *("--num-gpu-blocks-override", "--kv-cache-memory-bytes"),

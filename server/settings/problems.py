@@ -93,5 +93,8 @@ def shown(value: Any) -> str:
     """Return a value as a user would write it, so without Python's None and True."""
     if value is None:
         return "no value"
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, tuple) and value:  # of a flag that may be repeated
+        text = ", ".join(map(shown, value))
+    else:
+        text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

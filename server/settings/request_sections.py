@@ -349,7 +349,7 @@ class ReplicaSettings(Section):
     )
     replica_wait_seconds: float = setting(
         60.0,
-        "How long a request waits for a server, if there is none.",
+        "How long a POST waits for a server, if there is none.",
         unit="seconds",
         gt=0,
         le=86_400,

@@ -86,7 +86,7 @@ class FleetSettings(Section):
     )
     wait_seconds: float = setting(
         60.0,
-        "How long a request waits for a server, if there is none.",
+        "How long a POST waits for a server, if there is none.",
         unit="seconds",
         ge=0,
         le=86_400,

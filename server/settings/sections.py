@@ -226,9 +226,9 @@ class CacheSettings(Section):
     )
     kv_disk: Path | None = setting(
         None,
-        "Folder for pages of prefixes, so that prompts survive a restart. On a CPU only. Several "
-        "servers may share it. It tells the prompts, and must have the mode 0700. Default: pages "
-        "are in memory only.",
+        "Folder for pages of prefixes, so that prompts survive a restart. On a GPU it needs "
+        "kv_offload_gib. Several servers may share it. It tells the prompts, and must have the "
+        "mode 0700. Default: pages are in memory only.",
         unit="path",
     )
     kv_disk_gib: float | None = setting(
@@ -244,6 +244,14 @@ class CacheSettings(Section):
         "server of its protocol. valkeys:// is TLS. It tells the prompts. Needs the package "
         "valkey.",
         unit="valkey://HOST:PORT",
+    )
+    kv_offload_gib: float | None = setting(
+        None,
+        "Memory of a GPU's host for pages of prefixes, before the folder or the store if there is "
+        "one. Default: none.",
+        unit="GiB",
+        gt=0,
+        allow_inf_nan=False,
     )
     gpu_memory_utilization: float = setting(
         0.9,

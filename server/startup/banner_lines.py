@@ -53,6 +53,9 @@ def describe(plan: ServingPlan) -> list[str]:
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
     lines += _window_lines(plan)
     lines += _format_lines(plan)
+    if plan.config.kv_offload_gib is not None:
+        size = f"{plan.config.kv_offload_gib:g} GiB, {size_text(plan.token_bytes)} a token"
+        lines.append(f"    in host memory {size}")
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
         lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")

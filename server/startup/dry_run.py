@@ -13,10 +13,16 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 )
 from ropewalk.model_runtime.engine.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
-from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
+from ropewalk.model_runtime.loading.model_config import (
+    ModelConfig,
+    read_model_config,
+    read_outline,
+    read_plain_outline,
+)
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
@@ -81,6 +87,24 @@ def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelC
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
     )
+
+
+def refuse_before_listening(settings: ServeSettings) -> None:
+    """Raise ModelError or SettingsError for an absent model, and for wrong deployments.
+
+    Nothing is downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
+    """
+    if settings.model is not None and is_hub_id(settings.model):
+        return
+    found = find_model(settings, weights=False)
+    outline = read_plain_outline(
+        found.folder,
+        dtype=settings.dtype,
+        device=settings.device,
+        has_weights=found.has_weights,
+    )
+    if outline is not None:
+        plan_deployments(settings, outline.native())
 
 
 def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None:

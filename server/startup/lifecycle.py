@@ -1,7 +1,7 @@
 """The life of the server process once the port answers: loading, serving, draining and shutdown.
 
 On SIGTERM the server refuses new requests, and in-flight requests may finish. A second signal ends
-the process at once, and so does one while the model loads.
+the process at once, and so does one while the model loads. Signals within a second are one.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import uvicorn
@@ -23,7 +23,7 @@ from ropewalk.server.middleware.connections import (
     LimitedProtocol,
     OpenConnections,
 )
-from ropewalk.server.process.hangups import Hangups, end_at_once
+from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
 from ropewalk.server.settings.load import ServeSettings
 
 if TYPE_CHECKING:  # the port answers before these are imported
@@ -51,7 +51,7 @@ class GracefulServer(uvicorn.Server):
         """Configure uvicorn. `on_start` is called on the event loop when `app` answers."""
         self.door = AvailabilityGate(app)
         super().__init__(_uvicorn_config(settings, self.door))
-        self.has_died = False  # the engine ended by itself, or a second signal came
+        self.has_died = False  # the engine ended by itself, or a second signal cut answers off
         self._settings = settings
         self._on_start = on_start
         self._service: Service | None = None  # None: the model is loading, or there is none
@@ -60,8 +60,9 @@ class GracefulServer(uvicorn.Server):
         self._spans: SpanSource | None = None
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._signals = SignalTimes()
         self._signalled_s: float | None = None  # time.monotonic() of the first signal
-        self._num_unfinished = 0  # requests that were running when the time was up
+        self._num_unfinished = 0  # requests that ran when the time was up, or at a second signal
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
@@ -138,8 +139,10 @@ class GracefulServer(uvicorn.Server):
         """Handle a signal: the first one drains, a second one ends the process at once."""
         if self._is_loading:
             end_at_once()
+        if not self._signals.is_new():
+            return
         if self._is_ending or self._loop is None:
-            self.has_died = self._is_ending
+            self.has_died |= self._is_ending and self.door.num_running > 0
             self.should_exit = self.force_exit = True
             return
         self._is_ending = True
@@ -148,6 +151,10 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections, then stop the engine and log how long the end took."""
+        self._num_unfinished = max(self._num_unfinished, self.door.num_running)
+        if self.force_exit:
+            for each in list(self.server_state.connections):
+                cast("LimitedProtocol", each).cut_off()
         await super().shutdown(sockets)
         self.stop_engine()
         if self._spans is not None:
@@ -167,13 +174,13 @@ class GracefulServer(uvicorn.Server):
 
     def _begin_to_end(self, name: str) -> None:
         self._signalled_s = time.monotonic()
+        self._draining = asyncio.ensure_future(self._drain())
         _log.info(
             "shutdown",
             signal=name,
             running=self.door.num_running,
             limit_s=self._settings.shutdown_timeout_seconds,
         )
-        self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         if not await self.door.drain(self._settings.shutdown_timeout_seconds):

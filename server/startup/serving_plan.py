@@ -179,8 +179,15 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
         return
     # The address of a store may hold a password.
     given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
-    if facts.memory is None:
-        raise SettingsError(f"{name} needs the model on a CPU{given}")
+    if facts.memory is None and settings.kv_offload_gib is None:
+        raise SettingsError(
+            f"{name} needs the model on a CPU, or kv_offload_gib beside it on a GPU{given}"
+        )
+    if facts.memory is not None and settings.kv_offload_gib is not None:
+        raise SettingsError(
+            "kv_offload_gib is for a GPU: on a CPU the KV cache is host memory already, so raise "
+            f"kv_cache_gib, got {settings.kv_offload_gib:g}"
+        )
     if facts.slot_bytes:
         raise SettingsError(
             f"{name} is for models whose layers all keep keys and values; this model has layers "
@@ -280,9 +287,7 @@ def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
 def _deployment(
     settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
 ) -> Deployment:
-    given: dict[str, Any] = {
-        each: getattr(stated, each) for each in DeploymentSettings.model_fields
-    }
+    given: dict[str, Any] = {one: getattr(stated, one) for one in DeploymentSettings.model_fields}
     if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
         given["rope_scaling"] = _EMBEDDED_SCALING
     options = DeploymentOptions(**given, page_size=settings.page_size)

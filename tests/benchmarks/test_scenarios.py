@@ -6,6 +6,7 @@ import random
 import pytest
 
 from benchmarks.scenarios import (
+    FIRST_TOKEN,
     LONG_FIRST_TOKEN,
     LONG_WHOLE,
     OUTPUT,
@@ -17,6 +18,7 @@ from benchmarks.scenarios import (
     Mixed,
     Outcome,
     Scenario,
+    Turns,
 )
 from benchmarks.sending import FIRST_ID, Prompts, Sender
 from ropewalk.studies.bench.load import open_client
@@ -53,6 +55,20 @@ def test_a_batch_is_in_flight_at_once() -> None:
     assert server.most_in_flight == 5
     assert outcome.num_tokens == 20
     assert 20 / 1.5 < outcome.values[OUTPUT] <= 20 / 0.6
+
+
+def test_each_turn_extends_the_prompt_before_it() -> None:
+    """The time of the turns is their sum, and the first turn's first token is left out."""
+    delays_s = (0.6, 0.1, 0.2)
+    with serving(SseServer(lambda turn: answer(8 + 5 * turn, 2, delays_s[turn]))) as server:
+        outcome = run(Turns(first_len=8, turn_len=5, output_len=2, num_turns=3), server)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert [len(each) for each in prompts] == [8, 13, 18]
+    assert prompts[1][:8] == prompts[0]
+    assert prompts[2][:13] == prompts[1]
+    assert outcome.values[WALL] >= sum(delays_s)
+    assert 0.1 <= outcome.values[FIRST_TOKEN] < 0.6
+    assert server.most_in_flight == 1
 
 
 def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:

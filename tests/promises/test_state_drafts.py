@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from tests.draft_adversary import Adversary, Counted, tell, use_adversary
@@ -23,6 +25,7 @@ from tests.fixed_costs import fix_step_costs
 from tests.promises.test_batch_invariance import Company
 from tests.sampling import sampled
 from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.tokens import byte_tokenizer
 
 MOST = 15
 PAGE = 16
@@ -126,6 +129,24 @@ def test_no_draft_changes_a_bit_in_any_company(
         total.num_cached += counted.num_cached
     assert min(total.num_preempted, total.num_cached) > 0
     assert 50 < total.num_accepted < total.num_drafted
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
+def test_no_draft_changes_a_bit_over_weights_of_few_bits(
+    architecture: str, engines: EngineFactory, adversary: type[Adversary]
+) -> None:
+    """The projections of layers with states have few bits, too."""
+    model: Any = tiny_model(architecture)
+    quantise_model(model, byte_tokenizer())
+    name = "linear_attn" if architecture == "qwen3_5_text" else "conv"
+    assert isinstance(getattr(model.model.layers[0], name).out_proj, LowBitLinear)
+    checkpoint = checkpoint_of(model)
+    asked = _company(checkpoint)
+    plain, _ = _served(engines, checkpoint, asked)
+    tell(adversary, 3, 0.8, list(zip(asked, plain, strict=True)))
+    drafted, counted = _served(engines, checkpoint, asked, max_draft_tokens=MOST)
+    assert drafted == plain
+    assert 20 < counted.num_accepted < counted.num_drafted
 
 
 def test_right_drafts_save_steps(

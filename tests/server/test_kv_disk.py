@@ -11,13 +11,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.server.disk_metrics import DiskMetrics
+from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.banner_lines import describe
 from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.serving_plan import ModelFacts, plan_serving
@@ -184,11 +190,38 @@ def test_a_gpu_and_layers_with_states_are_refused(embedded: Any, tmp_path: Path)
     on_gpu = ModelFacts(embedded.native, 1024, 2**26)
     with pytest.raises(SettingsError, match="kv_disk needs the model on a CPU"):
         plan_serving(settings, on_gpu)
-    from ropewalk.model_runtime.engine.machine_memory import machine_memory
-
+    with pytest.raises(SettingsError, match=r"kv_offload_gib is for a GPU: .*, got 2"):
+        plan_serving(
+            load_settings({"kv_offload_gib": "2"}), replace(on_gpu, memory=machine_memory())
+        )
     hybrid = ModelFacts(embedded.native, 1024, 2**26, memory=machine_memory(), slot_bytes=1024)
     with pytest.raises(SettingsError, match="layers that keep a state"):
         plan_serving(settings, hybrid)
+
+
+def test_host_memory_of_a_gpu_is_planned_and_told(embedded: Any, tmp_path: Path) -> None:
+    """Alone, or before a folder."""
+    beside = {"kv_disk": str(tmp_path), "kv_disk_gib": "1"}
+    for flags in ({}, beside):
+        settings = load_settings({"kv_offload_gib": "2", "kv_cache_tokens": "1024", **flags})
+        lines = describe(plan_serving(settings, ModelFacts(embedded.native, 1024, 2**26)))
+        assert "    in host memory 2 GiB, 1 KiB a token" in lines
+        assert ("on disk" in "".join(lines)) == bool(flags)
+
+
+def test_metrics_of_host_memory_exist_with_it_only() -> None:
+    """The size of a folder stays zero without one."""
+    counts = TierCounts(num_bytes=7, num_memory_bytes=500)
+    counts.memory["read"] = 3
+    for has_memory in (False, True):
+        factory = MetricFactory()
+        metrics = DiskMetrics(factory, has_place=not has_memory, has_memory=has_memory)
+        metrics.add(counts)
+        found = factory.registry.get_sample_value
+        assert found("ropewalk_kv_disk_bytes") == (0 if has_memory else 7)
+        assert found("ropewalk_kv_offload_bytes") == (500 if has_memory else None)
+        read = found("ropewalk_kv_offload_pages_total", {"event": "read"})
+        assert read == (3 if has_memory else None)
 
 
 def test_config_check_tells_the_folder(tmp_path: Path) -> None:

@@ -89,6 +89,24 @@ def test_a_wrong_key_is_found_before_anything_is_imported(tmp_path: Path) -> Non
     assert last == "code 2 imported []"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("/nonexist",), "there is no folder /nonexist"),
+        (("--rope-tiers", "2,4"), "rope_tiers: must rise strictly from 1, got 2,4"),
+        (("--rope-scaling", '{"rope_type": "yran"}'), "rope_scaling: rope_type: must be one of "),
+        (("--model-aliases", '{"a": "b"}'), "model_aliases: 'a' must name one of ropewalk-demo"),
+    ],
+)
+def test_serve_tells_wrong_deployments_before_the_port_opens(
+    arguments: tuple[str, ...], sentence: str
+) -> None:
+    """No client sees a server that is loading and then ends."""
+    output, last = run("serve", "--port", "0", *arguments)
+    assert output.startswith(f"ropewalk: {sentence}")
+    assert last == "code 2 imported []"
+
+
 def test_config_check_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     """The first check on a machine tries its products, and later ones remember them."""
     file = tmp_path / "ropewalk.yaml"

@@ -140,3 +140,25 @@ def test_a_level_leaves_out_lower_ones() -> None:
     """The four levels have all, all but one, and so on."""
     found = [len(lines_of("json", level)) for level in ("debug", "info", "warning", "error")]
     assert found == [6, 5, 4, 2]
+
+
+def test_lines_that_cannot_be_written_are_lost_without_an_error() -> None:
+    """Standard error is a full disk, or closed; the last word on standard output is reached."""
+    code = (
+        _HOSTILE_LINES
+        + """
+import click
+click.echo("of a command", err=True)
+print("of Python", file=sys.stderr)
+sys.stderr.flush()
+print("the end")
+"""
+    )
+    for redirected in ("2>/dev/full", "2>&-"):
+        ended = subprocess.run(
+            ["/bin/sh", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, code],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        assert ended.stdout == "the end\n"

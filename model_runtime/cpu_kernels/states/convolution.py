@@ -4,8 +4,8 @@ The lanes of a register are channels, and a channel's sum is over its taps, olde
 therefore depend neither on the other sequences, nor on where a chunk of tokens begins, nor on the
 width of a register.
 
-Shapes: T = flat tokens, C = channels, W = taps, X = segments, N = slots, L = the W - 1 inputs that
-a slot keeps.
+Shapes: T = flat tokens, Y = columns of a row, C = channels, W = taps, X = segments, N = slots,
+L = the W - 1 inputs that a slot keeps.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class Segment(NamedTuple):
 
 @jit()
 def convolve(
-    x_TC: Numbers,
+    x_TY: Numbers,
+    x_at: int,
     segment: tuple[int, int, int, int],
     taps_WC: Floats,
     tail_NLC: Floats,
@@ -52,12 +53,14 @@ def convolve(
 ) -> None:
     """Write the convolution of a segment's channels to `out`, and silu of it if `is_gated`.
 
-    `channels`: the first one, and the one after the last; a multiple of WIDTH lies between them.
-    Row t of the segment begins at t * row_stride of `out`, with the first of these channels.
+    `x_at`: the column of the first channel. `channels`: the first one, and the one after the last;
+    a multiple of WIDTH lies between them. Row t of the segment begins at t * row_stride of `out`,
+    with the first of these channels.
     """
     begin, end, read, _ = segment
     first, last = channels
-    num_channels, num_taps = x_TC.shape[1], taps_WC.shape[0]
+    num_taps, num_channels = taps_WC.shape
+    stride = x_TY.shape[1]
     num_kept = num_taps - 1
     for row in range(end - begin):
         for channel in range(first, last, WIDTH):
@@ -66,7 +69,7 @@ def convolve(
                 at = row - num_kept + tap
                 weight = load(taps_WC, tap * num_channels + channel)
                 if at >= 0:
-                    x = load(x_TC, (begin + at) * num_channels + channel)
+                    x = load(x_TY, (begin + at) * stride + x_at + channel)
                     total = fma(weight, x, total)
                 elif read >= 0:
                     kept = (read * num_kept + num_kept + at) * num_channels + channel
@@ -78,7 +81,8 @@ def convolve(
 
 @jit()
 def keep_inputs(
-    x_TC: Numbers,
+    x_TY: Numbers,
+    x_at: int,
     segment: tuple[int, int, int, int],
     tail_NLC: Floats,
     channels: tuple[int, int],
@@ -86,14 +90,15 @@ def keep_inputs(
     """Write the last inputs of a segment's channels to its slot. `convolve` comes before."""
     begin, end, read, write = segment
     first, last = channels
-    num_channels, num_kept = x_TC.shape[1], tail_NLC.shape[1]
+    _, num_kept, num_channels = tail_NLC.shape
+    stride = x_TY.shape[1]
     zero = broadcast(np.float32(0.0))
     for place in range(num_kept):  # ascending, so that a slot may be read and written
         at = end - begin - num_kept + place
         for channel in range(first, last, WIDTH):
             x = zero
             if at >= 0:
-                x = load(x_TC, (begin + at) * num_channels + channel)
+                x = load(x_TY, (begin + at) * stride + x_at + channel)
             elif read >= 0:
                 x = load(tail_NLC, (read * num_kept + num_kept + at) * num_channels + channel)
             store(tail_NLC, (write * num_kept + place) * num_channels + channel, x)
@@ -101,7 +106,8 @@ def keep_inputs(
 
 @jit()
 def short_convolution(
-    joined_TC: Numbers,
+    joined_TY: Numbers,
+    joined_at: int,
     segments_X4: Segments,
     taps_WC: Floats,
     bias_C: Floats,
@@ -112,16 +118,17 @@ def short_convolution(
 ) -> None:
     """Compute gate * (convolution of (gate * value)) for some channels, as LFM 2 does.
 
-    `joined_TC`: first gate, second gate and value beside each other. `inputs_TC`: scratch of the
-    served number type, to which the products of first gate and value are rounded.
+    `joined_TY`: first gate, second gate and value beside each other, from column `joined_at` on.
+    `inputs_TC`: scratch of the served number type, to which the products of first gate and value
+    are rounded.
     """
     first, last = channels
     num_channels = out_TC.shape[1]
-    width = joined_TC.shape[1]
-    for row in range(joined_TC.shape[0]):
+    width = joined_TY.shape[1]
+    for row in range(out_TC.shape[0]):
         for channel in range(first, last, WIDTH):
-            at = row * width + channel
-            x = multiply(load(joined_TC, at), load(joined_TC, at + 2 * num_channels))
+            at = row * width + joined_at + channel
+            x = multiply(load(joined_TY, at), load(joined_TY, at + 2 * num_channels))
             store(inputs_TC, row * num_channels + channel, x)
     num_columns = last - first
     for number in range(segments_X4.shape[0]):
@@ -133,10 +140,21 @@ def short_convolution(
         )
         begin, end, _, _ = segment
         total = np.empty((end - begin) * num_columns, np.float32)
-        convolve(inputs_TC, segment, taps_WC, tail_NLC, channels, total, num_columns, False)  # noqa: FBT003
-        keep_inputs(inputs_TC, segment, tail_NLC, channels)
+        convolve(
+            inputs_TC,
+            0,
+            segment,
+            taps_WC,
+            tail_NLC,
+            channels,
+            total,
+            num_columns,
+            False,  # noqa: FBT003
+        )
+        keep_inputs(inputs_TC, 0, segment, tail_NLC, channels)
         for row in range(end - begin):
             for channel in range(first, last, WIDTH):
                 sum_ = add(load(total, row * num_columns + channel - first), load(bias_C, channel))
-                gate = load(joined_TC, (begin + row) * width + num_channels + channel)
+                at = (begin + row) * width + joined_at + num_channels + channel
+                gate = load(joined_TY, at)
                 store(out_TC, (begin + row) * num_channels + channel, multiply(gate, sum_))

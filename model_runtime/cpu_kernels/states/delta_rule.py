@@ -8,8 +8,9 @@ threads. Prompts are computed in the same order as decodes. In chunks they would
 on a CPU, where nothing computes a product of small matrices faster than these loops.
 
 Shapes: T = flat tokens, C = channels of the convolution: queries, keys and values, head beside
-head; V = value heads beside each other, H = value heads, X = segments, N = slots, K = dimensions of
-a key, D = dimensions of a value, W = taps, L = inputs that a slot keeps.
+head; V = value heads beside each other, Y = columns of a row, H = value heads, X = segments,
+N = slots, K = dimensions of a key, D = dimensions of a value, W = taps, L = inputs that a slot
+keeps.
 """
 
 import math
@@ -54,8 +55,10 @@ class DeltaWeights(NamedTuple):
 class DeltaInputs(NamedTuple):
     """The results of a layer's products; `Numbers` have the served number type."""
 
-    x_TC: Numbers  # before the convolution
-    gate_TV: Numbers  # of the output
+    x_TY: Numbers  # before the convolution
+    x_at: int  # the column of the first channel
+    gate_TY: Numbers  # of the output
+    gate_at: int
     beta_TH: Floats  # before the sigmoid
     step_TH: Floats  # before bias and softplus
 
@@ -210,8 +213,8 @@ def _advance_head(
 
 @jit()
 def _write_gated(
-    out: Floats, gate_TV: Numbers, norm_D: Floats, eps: np.float32, begin: int, head: int,
-    num_rows: int, out_TV: Numbers,
+    out: Floats, gate_TY: Numbers, gate_at: int, norm_D: Floats, eps: np.float32, begin: int,
+    head: int, num_rows: int, out_TV: Numbers,
 ) -> None:  # fmt: skip
     """Write RMSNorm(out) * norm * silu(gate) of one head's rows, rounded once."""
     dim = norm_D.shape[0]
@@ -224,9 +227,10 @@ def _write_gated(
         mean = reduce_add(squares) / np.float32(dim)
         factor = broadcast(np.float32(1.0) / np.sqrt(mean + eps))
         at = (begin + row) * width + head * dim
+        gate = (begin + row) * gate_TY.shape[1] + gate_at + head * dim
         for d in range(0, dim, WIDTH):
             x = multiply(multiply(load(out, row * dim + d), factor), load(norm_D, d))
-            store(out_TV, at + d, multiply(x, silu(load(gate_TV, at + d))))
+            store(out_TV, at + d, multiply(x, silu(load(gate_TY, gate + d))))
 
 
 @jit()
@@ -234,7 +238,7 @@ def gated_delta(
     key_heads: tuple[int, int],
     num_key_heads: int,
     segments_X4: Segments,
-    inputs: tuple[Numbers, Numbers, Floats, Floats],
+    inputs: tuple[Numbers, int, Numbers, int, Floats, Floats],
     weights: tuple[Floats, NDArray[np.float64], NDArray[np.float64], Floats, np.float32],
     tail_NLC: Floats,
     state_NHKD: Floats,
@@ -245,7 +249,7 @@ def gated_delta(
     `key_heads`: the first one, and the one after the last, with the value heads that share them.
     `inputs` and `weights` are `DeltaInputs` and `DeltaWeights` as plain tuples.
     """
-    x_TC, gate_TV, beta_TH, step_TH = inputs
+    x_TY, x_at, gate_TY, gate_at, beta_TH, step_TH = inputs
     taps_WC, rate_H, step_bias_H, norm_D, eps = weights
     _, num_heads, key_dim, dim = state_NHKD.shape
     group = num_heads // num_key_heads
@@ -265,11 +269,21 @@ def gated_delta(
                 query = np.empty(num_rows * key_dim, np.float32)
                 key = np.empty(num_rows * key_dim, np.float32)
                 value = np.empty(num_rows * group * dim, np.float32)
-                convolve(x_TC, part, taps_WC, tail_NLC, queries, query, key_dim, True)  # noqa: FBT003
-                convolve(x_TC, part, taps_WC, tail_NLC, keys, key, key_dim, True)  # noqa: FBT003
-                convolve(x_TC, part, taps_WC, tail_NLC, values, value, group * dim, True)  # noqa: FBT003
+                convolve(x_TY, x_at, part, taps_WC, tail_NLC, queries, query, key_dim, True)  # noqa: FBT003
+                convolve(x_TY, x_at, part, taps_WC, tail_NLC, keys, key, key_dim, True)  # noqa: FBT003
+                convolve(
+                    x_TY,
+                    x_at,
+                    part,
+                    taps_WC,
+                    tail_NLC,
+                    values,
+                    value,
+                    group * dim,
+                    True,  # noqa: FBT003
+                )
                 for channels in (queries, keys, values):
-                    keep_inputs(x_TC, part, tail_NLC, channels)
+                    keep_inputs(x_TY, x_at, part, tail_NLC, channels)
                 _normalize_rows(query, num_rows, key_dim, scale)
                 _normalize_rows(key, num_rows, key_dim, np.float32(1.0))
                 decay = np.empty(num_rows, np.float32)
@@ -286,5 +300,5 @@ def gated_delta(
                         state_NHKD, head, (read, write), key, query, value, place * dim,
                         group * dim, decay, beta, out,
                     )  # fmt: skip
-                    _write_gated(out, gate_TV, norm_D, eps, begin, head, num_rows, out_TV)
+                    _write_gated(out, gate_TY, gate_at, norm_D, eps, begin, head, num_rows, out_TV)
                 read = write

@@ -1,13 +1,16 @@
 """Build the tier of an engine from its checkpoint, limits and cache."""
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageMemory
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
@@ -31,6 +34,7 @@ from ropewalk.model_runtime.engine.kv_disk.reader import Reader
 from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT, parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
+from ropewalk.model_runtime.engine.machine_memory import machine_memory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.size_text import size_text
@@ -44,17 +48,57 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     Raises ModelError if the cache cannot have one.
     """
     name = config.tier_setting
-    if checkpoint.device.type != "cpu":
-        raise ModelError(f"{name} needs the model on a CPU, and it is on {checkpoint.device}")
+    memory = _copies(checkpoint.device, config, store)
     if checkpoint.states:
         raise ModelError(
             f"{name} serves models whose layers all keep keys and values, and this one has "
             "layers that keep a state, which pages of a prefix do not hold"
         )
-    if checkpoint.source is None or not checkpoint.versions:
-        raise ModelError(f"{name} needs the files of the weights, and the model has none")
-    memory = PageMemory(store.page_memory())
     form = _unnamed(checkpoint, config, store, memory)
+    counting = Counting()
+    place, open_store = _opening(checkpoint, config, form)
+    if config.kv_offload_gib is not None:
+        place, open_store = _offloaded(config.kv_offload_gib, form, counting, (place, open_store))
+    assert open_store is not None
+    to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
+    writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
+    reader = Reader(to_read, counting, lambda key: writer.delete([key]))
+    return DiskTier(memory, writer, reader, counting)
+
+
+# The name of a place, and how it is opened; None: there is none.
+_Opening = tuple[str, Callable[[], PageStore] | None]
+
+
+def _copies(device: torch.device, config: EngineConfig, store: KVCache) -> PageCopies:
+    """Return how pages are copied from and to the cache. Raises ModelError."""
+    if device.type == "cpu":
+        if config.kv_offload_gib is not None:
+            raise ModelError(
+                "kv_offload_gib is for a GPU: on a CPU the KV cache is host memory already, so "
+                "raise kv_cache_gib"
+            )
+        return PageMemory(store.page_memory())
+    if device.type != "cuda" or config.kv_offload_gib is None:
+        raise ModelError(
+            f"{config.tier_setting} needs the model on a CPU, or on a GPU of CUDA with "
+            f"kv_offload_gib beside it, and it is on {device}"
+        )
+    from ropewalk.model_runtime.engine.kv_disk.offload.device_pages import (  # noqa: PLC0415  # rare
+        DevicePages,
+        SideStream,
+    )
+
+    return DevicePages(store.page_bytes(), SideStream(device))
+
+
+def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> _Opening:
+    """Return the folder of kv_disk or the store of kv_store, if there is one. Raises ModelError."""
+    if config.kv_disk is None and config.kv_store is None:
+        return "host memory", None
+    if checkpoint.source is None or not checkpoint.versions:
+        name = config.tier_setting
+        raise ModelError(f"{name} needs the files of the weights, and the model has none")
     files = WeightFiles(checkpoint.source, checkpoint.versions)
 
     def make_format() -> PageFormat:
@@ -67,24 +111,43 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
         content = files.content(known_in=hashes_folder(config))
         return replace(form, identity=identity_of({**facts, "weights": content}))
 
-    place, open_store = (
-        _folder(config, form, make_format)
-        if config.kv_store is None
-        else _networked(config.kv_store, make_format)
+    if config.kv_store is not None:
+        return _networked(config.kv_store, make_format)
+    return _folder(config, form, make_format)
+
+
+def _offloaded(gib: float, form: PageFormat, counting: Counting, below: _Opening) -> _Opening:
+    """Return host memory before a place. Raises ModelError if it is too large, or too small."""
+    from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import (  # noqa: PLC0415  # rare
+        HostMemory,
     )
-    counting = Counting()
-    to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
-    writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
-    reader = Reader(to_read, counting, lambda key: writer.delete([key]))
-    return DiskTier(memory, writer, reader, counting)
+
+    most_bytes = int(gib * 2**30)
+    if most_bytes < form.num_bytes:
+        raise ModelError(
+            f"kv_offload_gib must be >= {form.num_bytes / 2**30:.3g}, for one page of "
+            f"{size_text(form.num_bytes)}, got {gib:g}"
+        )
+    shortage = machine_memory().shortage(
+        most_bytes, f"pages in host memory (kv_offload_gib {gib:g})"
+    )
+    if shortage is not None:
+        raise ModelError(shortage)
+    place, open_below = below
+
+    def open_store() -> PageStore:
+        if open_below is None:  # its pages end with the process, so any identity will do
+            own = replace(form, identity=secrets.token_bytes(32))
+            return HostMemory(own, most_bytes, counting, None)
+        store = open_below()
+        return HostMemory(store.form, most_bytes, counting, store)
+
+    return place, open_store
 
 
 def _layout(config: EngineConfig) -> dict[str, object]:
     """Return which layers a page holds, if it does not hold all."""
     return {} if config.page_groups is None else {"groups": config.page_groups.layers}
-
-
-_Opening = tuple[str, Callable[[], PageStore]]  # the name of a place, and how it is opened
 
 
 def _folder(
@@ -144,12 +207,13 @@ def _held_layers(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, ...
     return max(config.page_groups.layers, key=len)
 
 
-def _buffers(memory: PageMemory, most_bytes: int) -> Buffers:
-    return Buffers(memory.num_bytes, max(_LEAST_BUFFERS, most_bytes // memory.num_bytes))
+def _buffers(memory: PageCopies, most_bytes: int) -> Buffers:
+    most = max(_LEAST_BUFFERS, most_bytes // memory.num_bytes)
+    return Buffers(memory.num_bytes, most, memory.new_buffer)
 
 
 def _unnamed(
-    checkpoint: Checkpoint, config: EngineConfig, store: KVCache, memory: PageMemory
+    checkpoint: Checkpoint, config: EngineConfig, store: KVCache, memory: PageCopies
 ) -> PageFormat:
     """Return the format of the pages without their identity."""
     return PageFormat(

@@ -28,6 +28,8 @@ class TierCounts:
     write_s: float = 0.0
     num_bytes: int = 0  # of all files, as of the last sweep and what was written since
     is_paused: bool = False  # of writes or of reads
+    memory: Counter[str] = field(default_factory=Counter)  # pages of host memory: read, evicted
+    num_memory_bytes: int = 0  # of pages in host memory
     place: str | None = None  # equal for those who share its pages; None: it is not known
 
 
@@ -81,13 +83,28 @@ class Counting:
             self._counts.num_bytes = num_bytes
             self._counts.place = place
 
+    def in_memory(self, event: str) -> None:
+        """Count a page of host memory."""
+        with self._lock:
+            self._has_news = True
+            self._counts.memory[event] += 1
+
+    def memory_holds(self, num_bytes: int) -> None:
+        with self._lock:
+            self._has_news = True
+            self._counts.num_memory_bytes = num_bytes
+
     def take(self, *, is_paused: bool) -> TierCounts | None:
         """Return the counts since the last call; None if there are none."""
         with self._lock:
             taken = self._counts
             if not self._has_news and is_paused == self._was_paused:
                 return None
-            self._counts = TierCounts(num_bytes=taken.num_bytes, place=taken.place)
+            self._counts = TierCounts(
+                num_bytes=taken.num_bytes,
+                num_memory_bytes=taken.num_memory_bytes,
+                place=taken.place,
+            )
             self._has_news, self._was_paused = False, is_paused
         taken.is_paused = is_paused
         return taken

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import version_of
-from ropewalk.model_runtime.runner.backends import backend_for, described, multiplies_pairs
+from ropewalk.model_runtime.runner.backends import (
+    backend_for,
+    described,
+    has_gpu_kernels,
+    multiplies_pairs,
+)
 
 _ROOT = Path(__file__).parents[3]
 # Beside attention, kernels and layers: how weights and angles are made.
@@ -74,6 +80,18 @@ def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
         # Where the self-check found that a row's bits depend on the batch, threads may, too.
         "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
         "arithmetic": arithmetic_hash(*_SOURCES),
+        **_gpu_facts(checkpoint.device),
+    }
+
+
+def _gpu_facts(device: torch.device) -> dict[str, object]:
+    """Return what a GPU, its libraries and the compiler of its kernels decide; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    triton = version("triton") if has_gpu_kernels(device) else None
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": [torch.version.cuda, torch.backends.cudnn.version(), triton],  # type: ignore[no-untyped-call]
     }
 
 

@@ -17,6 +17,7 @@ class Room(NamedTuple):
     num_bytes: int  # that it holds now
     num_evicted: int  # pages that were deleted because they were the oldest
     name: str  # at random, and the same for all who share the place
+    num_foreign: int = 0  # values of others in the place of ours, which were replaced
 
 
 class PageStore(Protocol):

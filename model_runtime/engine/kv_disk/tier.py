@@ -1,19 +1,22 @@
 """The tier as the engine's thread uses it: which pages are copied, awaited and published.
 
 Pages are written behind. A published page is noted, and copied in a later step if it is still
-cached. A step copies four megabytes at most while requests run. If the writer's memory is full,
+cached. A step copies a few megabytes at most while requests run. If the writer's memory is full,
 pages wait, and those that are evicted meanwhile are dropped.
 
 A read pays if the disk gives a page sooner than the model computes it. Both times are measured. The
 sequence waits, other sequences start, and pages that arrive become cached pages. At a miss, a bad
 file or its deadline, the sequence starts with what has arrived.
+
+On a GPU a copy may still run while the next step is queued. A step waits for the copies to pages
+that it could read. It waits for a copy from a page only if that page was evicted meanwhile.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 
-from ropewalk.model_runtime.engine.kv_disk.buffers import PageMemory
+from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes, Done, PageCopies
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
@@ -28,7 +31,6 @@ from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
 
 WRITE_BYTES = 64 << 20  # of copies that wait for the disk
 READ_BYTES = 32 << 20  # of pages that wait for the engine
-_STEP_BYTES = 4 << 20  # copied in a step, each way, while requests run
 _MOST_NOTED = 1 << 14  # pages to be copied
 _DISTRUSTED_S = 60.0
 _LOOKUP_S = 0.002  # a local file that is absent is known in this time
@@ -43,7 +45,7 @@ class DiskTier:
     """A tier of pages in files. All methods are for the engine's thread."""
 
     def __init__(
-        self, memory: PageMemory, writer: Writer, reader: Reader, counting: Counting
+        self, memory: PageCopies, writer: Writer, reader: Reader, counting: Counting
     ) -> None:
         """Combine the parts."""
         self._memory = memory
@@ -54,6 +56,8 @@ class DiskTier:
         self._noted: deque[tuple[Key, int]] = deque()
         self._recent: deque[tuple[float, Key]] = deque()  # read or copied in the last minute
         self._fetches: dict[Sequence, Fetch] = {}
+        self._leaving: deque[tuple[Done, int, Key]] = deque()  # copies from pages that still run
+        self._arriving: deque[tuple[Done, Bytes]] = deque()  # copies to pages, and their memory
         self._page_computed_s: float | None = None  # None: no prompt was computed yet
         self._num_refused = 0
 
@@ -103,7 +107,7 @@ class DiskTier:
 
         `is_busy`: requests are live, so little is copied. Returns None if nothing has happened.
         """
-        left = _STEP_BYTES if is_busy else WRITE_BYTES
+        left = self._memory.step_bytes if is_busy else WRITE_BYTES
         while self._noted and left > 0 and self._copy_first():
             left -= self._memory.num_bytes
         is_paused = self._writer.pause.is_on or self._reader.pause.is_on
@@ -123,15 +127,29 @@ class DiskTier:
         if buffer is None:
             return False
         self._noted.popleft()
-        self._memory.copy_out(page, buffer)
-        self._writer.put(Copied(stored_key(key), depth, buffer))
+        done = self._memory.copy_out(page, buffer)
+        if done is not None:
+            self._leaving.append((done, page, key))
+        self._writer.put(Copied(stored_key(key), depth, buffer, done))
         self._remember(key)
         return True
 
+    def before_step(self) -> None:
+        """Let the next step wait for copies from pages that are no longer cached."""
+        for _ in range(len(self._leaving)):
+            done, page, key = self._leaving.popleft()
+            if self._pages.index.page_of(key) != page:  # the step may write to it
+                self._memory.let_steps_wait(done)
+            elif not done.query():
+                self._leaving.append((done, page, key))
+
     def _remember(self, key: Key) -> None:
-        now = time.monotonic()
-        self._recent.append((now, stored_key(key)))
-        while self._recent[0][0] < now - _DISTRUSTED_S:
+        self._recent.append((time.monotonic(), stored_key(key)))
+        self._forget_older()
+
+    def _forget_older(self) -> None:
+        oldest = time.monotonic() - _DISTRUSTED_S
+        while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
 
     # Reads
@@ -212,7 +230,8 @@ class DiskTier:
         """Publish what has arrived, and end the fetches that are over."""
         left = self._pages.pool.num_pages
         if is_busy:
-            left = max(1, _STEP_BYTES // self._memory.num_bytes)
+            left = max(1, self._memory.step_bytes // self._memory.num_bytes)
+        self._give_back(waits=not is_busy)
         now = time.monotonic()
         for sequence, fetch in list(self._fetches.items()):
             is_done = fetch.is_done  # read before the pages that came before it
@@ -229,22 +248,34 @@ class DiskTier:
             if is_late or not has_room or (is_done and not fetch.arrived):
                 self._end(sequence, fetch)
 
+    def _give_back(self, *, waits: bool) -> None:
+        """Give the reader back the memory of copies that have ended; `waits`: of all of them."""
+        while self._arriving and (waits or self._arriving[0][0].query()):
+            done, buffer = self._arriving.popleft()
+            done.synchronize()
+            self._reader.buffers.give(buffer)
+
     def _install(self, fetch: Fetch) -> bool:
         """Publish the next page of a fetch, and hold it; return False if no page is left for it."""
         pool = self._pages.pool
         key, buffer = fetch.arrived.popleft()
         page = self._pages.index.page_of(key)
+        done = None
         if page is not None:  # a running sequence has computed it meanwhile
             pool.share([page])
             if fetch.reserved:
                 pool.release([fetch.reserved.pop()])
         elif fetch.reserved or pool.num_available:
             page = fetch.reserved.pop() if fetch.reserved else pool.allocate(1)[0]
-            self._memory.copy_in(page, buffer)
+            done = self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
             self._counting.read(0 if self._has_windows else self._pages.page_size)
-        self._reader.buffers.give(buffer)
+        if done is None:
+            self._reader.buffers.give(buffer)
+        else:
+            self._memory.let_steps_wait(done)
+            self._arriving.append((done, buffer))
         if page is None:
             return False
         fetch.held.append(page)
@@ -288,6 +319,7 @@ class DiskTier:
         self._noted.clear()
         for sequence, fetch in list(self._fetches.items()):
             self._end(sequence, fetch)
+        self._forget_older()
         self._writer.delete([key for _, key in self._recent])
         self._recent.clear()
 

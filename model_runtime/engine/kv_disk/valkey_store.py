@@ -10,6 +10,7 @@ The package `valkey` is imported here only.
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from valkey import Valkey
@@ -104,8 +105,8 @@ class ValkeyStore:
     def look(self) -> Room:
         """Return the memory that the store uses, for whomever. Raises StoreError."""
         num_bytes = self._asked(self._used_bytes)
-        self._asked(self._agree_on_name)
-        return Room(sys.maxsize, num_bytes, 0, self._own_name.hex())
+        is_foreign = self._agree_on_name()
+        return Room(sys.maxsize, num_bytes, 0, self._own_name.hex(), int(is_foreign))
 
     def reopen(self) -> None:
         """Do nothing: the next command connects."""
@@ -114,14 +115,18 @@ class ValkeyStore:
         memory: Any = self._client.info("memory")
         return int(memory["used_memory"])
 
-    def _agree_on_name(self) -> None:
+    def _agree_on_name(self) -> bool:
+        """Learn the store's name, or give it one; return whether a foreign value was replaced."""
         # The store may have deleted it, so those who know it set it again.
-        self._client.set(_NAME, self._own_name, nx=True)
-        found = self._client.getrange(_NAME, 0, _NAME_BYTES)
+        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
+        found: Any = None
+        with suppress(_OtherTypeError):
+            found = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES))
         if isinstance(found, bytes) and len(found) == _NAME_BYTES:
             self._own_name = found
-        else:  # deleted meanwhile, or no name of ours
-            self._client.set(_NAME, self._own_name)
+            return False
+        self._asked(lambda: self._client.set(_NAME, self._own_name))
+        return bool(found != b"")  # else it was deleted meanwhile
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()

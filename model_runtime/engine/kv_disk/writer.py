@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import structlog
 
-from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes, Done
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.finite import IsFinite
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, StoreError
@@ -38,6 +38,7 @@ class Copied(NamedTuple):
     key: bytes
     depth: int  # pages before it in its prefix
     buffer: Bytes
+    done: Done | None = None  # None: the copy has ended
 
 
 class Writer:
@@ -70,6 +71,8 @@ class Writer:
         self._touched: dict[bytes, float] = {}  # when, of pages in use
         self._left_bytes = 0  # that may be written before the next look
         self._looked_s = -math.inf
+        self._opening_s = 0.0  # with the hash of the weights
+        self._is_told = False  # that the store is open
         self._reopens = False  # after a pause, because another disk may be mounted there
         self._wake: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
@@ -121,6 +124,8 @@ class Writer:
         self._look_if_due()
         if isinstance(item, Copied):
             try:
+                if item.done is not None:
+                    item.done.synchronize()
                 self._write(item)
             finally:
                 self.buffers.give(item.buffer)
@@ -138,9 +143,7 @@ class Writer:
             self.is_off = True
             _log.warning("kv_disk_off", place=self._place, reason=str(error))
             return False
-        identity = self.store.form.identity.hex()[:32]
-        seconds = round(time.monotonic() - began, 2)
-        _log.info("kv_disk_open", place=self._place, identity=identity, seconds=seconds)
+        self._opening_s = time.monotonic() - began
         self._look_if_due()
         self._wake()
         return True
@@ -215,6 +218,7 @@ class Writer:
         except (OSError, StoreError) as error:
             self._pause(error)
             return
+        self._tell_open(store)
         if room is None:  # another process makes room; until then nothing is written
             return
         self._looked_s = time.monotonic()
@@ -223,6 +227,16 @@ class Writer:
         place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
         self._counting.holds(room.num_bytes, place)
         self._counting.page("evicted", room.num_evicted)
+        for _ in range(room.num_foreign):
+            self._counting.bad("foreign")
+
+    def _tell_open(self, store: PageStore) -> None:
+        """Say once that the store can be used: a first command has been answered."""
+        if not self._is_told:
+            self._is_told = True
+            identity = store.form.identity.hex()[:32]
+            seconds = round(self._opening_s, 2)
+            _log.info("kv_disk_open", place=self._place, identity=identity, seconds=seconds)
 
     def _reopen_after_fault(self, store: PageStore) -> None:
         if self._reopens:

@@ -41,6 +41,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
 from ropewalk.model_runtime.layers.fused.mixtures import active_bytes, experts_product
 from ropewalk.model_runtime.layers.fused.operations import (
+    Advance,
     Attend,
     Enter,
     Leave,
@@ -55,6 +56,7 @@ from ropewalk.model_runtime.layers.fused.program import (
     Program,
     build_program,
 )
+from ropewalk.model_runtime.layers.fused.states import advance_function, advanced, state_arrays
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
@@ -128,6 +130,7 @@ class DecoderLayers:
         self.multiplying: Multiplying | None = None  # None: the layers are not one call
         sources = [each.source for each in self._instructions]
         self._experts_product = experts_product(sources)
+        self._advance = advance_function(self._instructions)
         self._note_products()
         self.read_bytes += sum(
             active_bytes(each.mixture) for each in sources if isinstance(each, Leave)
@@ -193,6 +196,8 @@ class DecoderLayers:
             elif isinstance(source, Leave):
                 x_RK = arrays[each.fields[kernel.THIRD]]
                 arrays[out] = source.mixture.multiply(x_RK)
+            elif isinstance(source, Advance):
+                arrays[out] = advanced(each, source, every, arrays)
             elif isinstance(source, Route | Enter):
                 pass  # `Leave` computes the whole mixture
             elif isinstance(source, Attend):
@@ -271,6 +276,7 @@ class DecoderLayers:
             backend.sequences,
             *backend.pages_of_groups,
             step.store.group_L,
+            state_arrays(step),
             tuple((tables * MOST_TABLES)[:MOST_TABLES]),
         ).unnamed()
         num_threads = self._num_threads(backend)
@@ -287,7 +293,9 @@ class DecoderLayers:
                     logits_RV.ctypes.data
                 )
         assert self.multiplying is not None
-        run = kernel.runner_for(self.multiplying, backend.access(pages), self._experts_product)
+        run = kernel.runner_for(
+            self.multiplying, backend.access(pages), self._experts_product, self._advance
+        )
         arrived = np.zeros(1, np.int64)
 
         def work(thread: int) -> None:
@@ -311,9 +319,13 @@ class DecoderLayers:
         return max(by_weights, len(shares))
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
-        """Return whether the step reads the cache as the model's layers do, on a CPU."""
+        """Return whether the step reads the cache as the model's layers do, on a CPU.
+
+        A step with drafts of a model with states is not, because it keeps the inputs of layers.
+        """
         return (
             type(step) is PagedStep
+            and step.state_calls is None
             and step.plans is self._plans
             and isinstance(step.backend, CpuAttention)
         )
@@ -365,7 +377,7 @@ _LIKE_SCALE = np.empty(0, np.float32)
 
 
 def _is_on_rows(each: Instruction) -> bool:
-    return not isinstance(each.source, Product | Attend | Route | Enter | Leave)
+    return not isinstance(each.source, Product | Attend | Route | Enter | Leave | Advance)
 
 
 def _cpu(step: PagedStep, layer: int | None = None) -> CpuAttention:

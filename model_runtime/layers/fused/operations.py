@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, StateCall
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
@@ -119,7 +119,17 @@ class Leave:
     mixture: Mixture
 
 
-Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A layer's advance of states."""
+
+    out: Value
+    layer: int
+    inputs: tuple[Operand, ...]
+    call: StateCall
+
+
+Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave | Advance
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.layers.fused.mixtures import stage_fields
 from ropewalk.model_runtime.layers.fused.operations import (
     Activate,
+    Advance,
     Attend,
     Combine,
     Enter,
@@ -91,6 +92,7 @@ class _Builder:
         self._num_values = 1 + max(self.widths)
         self.instructions: list[Instruction] = []
         self.table_types: list[str | None] = []
+        self._num_states = 0  # layers with states so far
         for operation in operations:
             self._lower(operation)
 
@@ -105,6 +107,8 @@ class _Builder:
             self._activate(operation)
         elif isinstance(operation, Attend):
             self._attend(operation)
+        elif isinstance(operation, Advance):
+            self._advance(operation)
         else:
             self._stage(operation)
 
@@ -124,6 +128,7 @@ class _Builder:
             (kernel.FIRST, kernel.FIRST_WIDTH, kernel.FIRST_AT),
             (kernel.SECOND, kernel.SECOND_WIDTH, kernel.SECOND_AT),
             (kernel.THIRD, kernel.THIRD_WIDTH, kernel.THIRD_AT),
+            (kernel.FOURTH, kernel.FOURTH_WIDTH, kernel.FOURTH_AT),
         )
         reads = {}
         all_fields = {
@@ -202,6 +207,14 @@ class _Builder:
         }
         factors = (each.call.scaling, each.call.softcap or 0.0)
         self._add(kernel.ATTEND, each, runs, fields, factors=factors, keeps=(sinks_H,))
+
+    def _advance(self, each: Advance) -> None:
+        fields, factors, keeps, _ = each.call.operation()
+        runs = [self._run(operand) for operand in each.inputs]
+        layers = {kernel.LAYER: self._num_states}
+        self._num_states += 1
+        code = fields[kernel.CODE]
+        self._add(code, each, runs, fields | layers, factors=factors, keeps=keeps)
 
     def _stage(self, each: Route | Enter | Leave) -> None:
         if isinstance(each, Route):

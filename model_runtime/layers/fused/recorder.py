@@ -26,6 +26,7 @@ from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
 from ropewalk.model_runtime.layers.fused.operations import (
     Activate,
+    Advance,
     Attend,
     Combine,
     Enter,
@@ -50,6 +51,8 @@ _COMBINED = {"aten.add.Tensor": "add", "aten.sub.Tensor": "subtract", "aten.mul.
 _CONSTANTS = {f"aten.{name}.default" for name in ("new_full", "new_zeros", "new_ones", "new_empty")}
 _CONSTANTS |= {f"aten.{name}.default" for name in ("full_like", "zeros_like", "ones_like")}
 _COPIES = {"aten.clone.default", "aten._to_copy.default", "aten.cat.default"}
+# Functions that return a view, or a copy if there is none.
+_COPIES |= {"aten.contiguous.default", "aten.flatten.using_ints", "aten.reshape.default"}
 
 
 class _Placed:
@@ -218,9 +221,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._operations.append(Attend(result, layer_idx, read, written, held, num_heads, kept))
         return out  # type: ignore[no-any-return]
 
-    def advance(self, layer_idx: int, call: StateCall) -> Tensor:  # noqa: ARG002
-        """Raise UntraceableError, because states have kernels of their own."""
-        raise UntraceableError("keeps states")
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Note a layer's advance of states; return zeros."""
+        inputs = tuple(self.operand(each)[0] for each in call.inputs)
+        out, value = self._output(call.inputs[0], call.zeros().shape)
+        self._operations.append(Advance(value, layer_idx, inputs, call))
+        return out  # type: ignore[no-any-return]
 
     # torch's own operations
 
@@ -267,7 +273,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             axis = arguments[1] if len(arguments) > 1 else named.get("dim", 0)
             parts = [tuple(np.concatenate(each, axis) for each in zip(*parts, strict=True))]
         placed, offsets = _Placed(out), _offsets(out)
-        placed.values_S[offsets], placed.tokens_S[offsets], placed.columns_S[offsets] = parts[0]
+        values, tokens, columns = (each.reshape(out.shape) for each in parts[0])
+        placed.values_S[offsets], placed.tokens_S[offsets] = values, tokens
+        placed.columns_S[offsets] = columns
         self._placed[_address(out)] = placed
 
     def _combine(self, name: str, x: Any, other: Any, out: Tensor) -> None:

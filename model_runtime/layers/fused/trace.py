@@ -14,6 +14,7 @@ size takes milliseconds.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
             forward = _noting(recorder, module, head, model.get_input_embeddings())
             if forward is not None:
                 stack.enter_context(_attribute(module, "forward", forward))
+        for each in _called_by_name(model):
+            activate = partial(_ACTIVATE, recorder, each.kind)
+            stack.enter_context(_attribute(each, "forward", activate))
         for shared in {id(each): each for each in _shared_inputs(model)}.values():
             product: Any = shared.product
             noted = partial(recorder.multiply, product)
@@ -85,13 +89,31 @@ def _noting(
     return None
 
 
+_ACTIVATE: Callable[..., Tensor] = Recorder.activate
 # Modules that note themselves, with the attribute that the recorder needs of each.
 _OURS: tuple[tuple[type[nn.Module], str | None, Callable[..., Tensor]], ...] = (
     (PackedLinear, "product", Recorder.multiply),
     (GatedMlp, None, Recorder.gated),
     (RmsNorm, None, Recorder.normalize),
-    (RowwiseActivation, "kind", Recorder.activate),
+    (RowwiseActivation, "kind", _ACTIVATE),
 )
+
+
+def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
+    """Return activations that forwards call as functions of torch (rowwise_functions.py)."""
+    found: dict[int, RowwiseActivation] = {}
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if not isinstance(forward, MethodType):
+            continue
+        for name in ("torch", "F"):
+            functions = forward.__func__.__globals__.get(name)
+            if functions is None or isinstance(functions, ModuleType):
+                continue
+            for each in vars(functions).values():
+                if isinstance(each, RowwiseActivation) and each.kind is not None:
+                    found[id(each)] = each
+    return list(found.values())
 
 
 def _shared_inputs(model: nn.Module) -> Iterator[SharedInput]:

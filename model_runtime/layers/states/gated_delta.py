@@ -7,6 +7,7 @@ Shapes: T = flat tokens, C = channels of the convolution, V = value heads beside
 H = value heads, X = parts of spans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, StateStep, StepMissingError
+from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
+    StateOperation,
+    StateStep,
+    StepMissingError,
+)
 from ropewalk.model_runtime.attention.state_store import LayerStates
+from ropewalk.model_runtime.cpu_kernels import fused_decode
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import DeltaWeights, gated_delta
+from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for
 from ropewalk.model_runtime.layers.states.taps import Kept, is_causal, taps_of
 from ropewalk.model_runtime.state_shape import StateShape
@@ -43,15 +51,52 @@ class _Call:
         """Return zeros in the shape of the result, [1, T, V]."""
         return torch.zeros_like(self.gate_TV)[None]
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, the gate, beta and the step."""
+        return self.x_TC, self.gate_TV, self.beta_TH, self.step_TH
+
+    def of(self, inputs: Sequence[Tensor]) -> "_Call":
+        """Return the call with other inputs."""
+        x_TC, gate_TV, beta_TH, step_TH = inputs
+        return _Call(x_TC, gate_TV, beta_TH, step_TH, self.weights, self.num_key_heads)
+
+    def operation(self) -> StateOperation:
+        """Return the operation for the one call of a step."""
+        weights = self.weights
+        num_taps, num_channels = weights.taps_WC.shape
+        num_heads, dim = len(weights.rate_H), len(weights.norm_D)
+        key_dim = (num_channels - num_heads * dim) // (2 * self.num_key_heads)
+        weights_F = weight_fields(
+            taps=weights.taps_WC.ctypes.data,
+            num_taps=num_taps,
+            num_channels=num_channels,
+            rates=weights.rate_H.ctypes.data,
+            step_biases=weights.step_bias_H.ctypes.data,
+            norm=weights.norm_D.ctypes.data,
+        )
+        fields = {
+            fused_decode.CODE: fused_decode.DELTA,
+            fused_decode.ADDRESS: weights_F.ctypes.data,
+            fused_decode.LENGTH: len(weights_F),
+            fused_decode.NUM_HEADS: num_heads,
+            fused_decode.NUM_KEY_HEADS: self.num_key_heads,
+            fused_decode.DIM: key_dim,
+            fused_decode.VALUE_DIM: dim,
+        }
+        return StateOperation(fields, (float(weights.eps), 0.0), (weights_F, weights), advance)
+
     def advance(self, states: LayerStates, parts_X4: NDArray[np.int64]) -> Tensor:
         """Return what the output's linear reads, [1, T, V]."""
         inputs = (
             as_numpy(self.x_TC),
+            0,
             as_numpy(self.gate_TV),
+            0,
             self.beta_TH.float().numpy(),
             self.step_TH.float().numpy(),
         )
-        out_TV = np.empty(self.gate_TV.shape, inputs[1].dtype)
+        out_TV = np.empty(self.gate_TV.shape, inputs[0].dtype)
         weights: Any = tuple(self.weights)  # plain, as the kernel takes them
         work = len(self.x_TC) * states.state_NHKD[0].size
         parallel_for(

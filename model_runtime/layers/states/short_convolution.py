@@ -3,6 +3,7 @@
 Shapes: T = flat tokens, C = channels, X = parts of spans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, StateStep, StepMissingError
+from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
+    StateOperation,
+    StateStep,
+    StepMissingError,
+)
 from ropewalk.model_runtime.attention.state_store import LayerStates
+from ropewalk.model_runtime.cpu_kernels import fused_decode
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
+from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for
 from ropewalk.model_runtime.layers.states.taps import Kept, is_causal, taps_of
 from ropewalk.model_runtime.state_shape import StateShape
@@ -34,6 +42,33 @@ class _Call:
         """Return zeros in the shape of the result, [1, T, C]."""
         return self.joined_TC.new_zeros(1, len(self.joined_TC), len(self.bias_C))
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return both gates and the value."""
+        return (self.joined_TC,)
+
+    def of(self, inputs: Sequence[Tensor]) -> "_Call":
+        """Return the call with other inputs."""
+        (joined_TC,) = inputs
+        return _Call(joined_TC, self.taps_WC, self.bias_C)
+
+    def operation(self) -> StateOperation:
+        """Return the operation for the one call of a step."""
+        num_taps, num_channels = self.taps_WC.shape
+        weights_F = weight_fields(
+            taps=self.taps_WC.ctypes.data,
+            num_taps=num_taps,
+            num_channels=num_channels,
+            biases=self.bias_C.ctypes.data,
+        )
+        fields = {
+            fused_decode.CODE: fused_decode.SHIFT,
+            fused_decode.ADDRESS: weights_F.ctypes.data,
+            fused_decode.LENGTH: len(weights_F),
+        }
+        keeps = (weights_F, self.taps_WC, self.bias_C)
+        return StateOperation(fields, (0.0, 0.0), keeps, advance)
+
     def advance(self, states: LayerStates, parts_X4: NDArray[np.int64]) -> Tensor:
         """Return gate * (convolution of (gate * value)), [1, T, C]."""
         joined_TC = as_numpy(self.joined_TC)
@@ -43,7 +78,7 @@ class _Call:
         weights = self.taps_WC, self.bias_C, states.tail_NLC
         parallel_for(
             lambda share: short_convolution(
-                joined_TC, parts_X4, *weights, share, inputs_TC, out_TC
+                joined_TC, 0, parts_X4, *weights, share, inputs_TC, out_TC
             ),
             even_shares(num_channels, WIDTH, _num_shares(out_TC.size)),
         )

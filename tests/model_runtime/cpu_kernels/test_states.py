@@ -43,7 +43,7 @@ class Case:
 
     def slots(self, count: int) -> tuple[Array, Array]:
         """Slots full of NaN, so that a number that was not written shows."""
-        num_channels = self.inputs.x_TC.shape[1]
+        num_channels = self.inputs.x_TY.shape[1]
         tail = np.full((count, NUM_TAPS - 1, num_channels), np.nan, np.float32)
         shape = (count, self.num_heads, self.key_dim, self.dim)
         return tail, np.full(shape, np.nan, np.float32)
@@ -52,7 +52,7 @@ class Case:
         self, parts: list[tuple[int, int, int, int]], slots: tuple[Array, Array], shares: int = 1
     ) -> Array:
         """The output of these parts, [T, H * D]; rows of no part are NaN."""
-        out = np.full(self.inputs.gate_TV.shape, np.nan, np.float32)
+        out = np.full(self.inputs.gate_TY.shape, np.nan, np.float32)
         rows = np.array(parts, np.int64)
         for share in even_shares(self.num_key_heads, 1, shares):
             gated_delta(
@@ -74,7 +74,9 @@ def case(kind: str, seed: int = 0, *, num_key_heads: int = 2, group: int = 2) ->
     num_channels = 2 * num_key_heads * key_dim + num_heads * dim
     inputs = DeltaInputs(
         drawn(NUM_TOKENS, num_channels),
+        0,
         drawn(NUM_TOKENS, num_heads * dim),
+        0,
         drawn(NUM_TOKENS, num_heads),
         drawn(NUM_TOKENS, num_heads),
     )
@@ -90,13 +92,13 @@ def case(kind: str, seed: int = 0, *, num_key_heads: int = 2, group: int = 2) ->
         inputs.beta_TH[:] *= 200.0
         inputs.step_TH[:] *= 100.0
     elif kind == "zeros":
-        inputs.x_TC[::3] = 0.0  # keys of zero
-        inputs.gate_TV[:, ::2] = 0.0
+        inputs.x_TY[::3] = 0.0  # keys of zero
+        inputs.gate_TY[:, ::2] = 0.0
         weights.norm_D[::2] = 0.0
         weights.taps_WC[:, : key_dim // 2] = 0.0
     elif kind == "large":
-        inputs.x_TC[:] *= 1e4  # values, and so states, of large norm
-        inputs.gate_TV[:] *= 100.0
+        inputs.x_TY[:] *= 1e4  # values, and so states, of large norm
+        inputs.gate_TY[:] *= 100.0
     return Case(inputs, weights, num_key_heads, key_dim, dim)
 
 
@@ -107,7 +109,7 @@ def _silu(x: Array) -> Array:
 def exact(of: Case) -> Array:
     """The formula of Gated DeltaNet (arXiv 2412.06464, equation 10) in float64, [T, H * D]."""
     inputs, weights = of.inputs, of.weights
-    x_TC = inputs.x_TC.astype(np.float64)
+    x_TC = inputs.x_TY.astype(np.float64)
     padded = np.vstack([np.zeros((NUM_TAPS - 1, x_TC.shape[1])), x_TC])
     mixed = sum(weights.taps_WC[tap] * padded[tap : tap + len(x_TC)] for tap in range(NUM_TAPS))
     mixed = _silu(np.asarray(mixed))
@@ -130,7 +132,7 @@ def exact(of: Case) -> Array:
             outputs[t, head] = query[t, head // group] @ state
     scale = np.sqrt((outputs**2).mean(-1, keepdims=True) + 1e-6)
     normed = outputs / scale * weights.norm_D
-    return normed.reshape(len(x_TC), -1) * _silu(inputs.gate_TV.astype(np.float64))
+    return normed.reshape(len(x_TC), -1) * _silu(inputs.gate_TY.astype(np.float64))
 
 
 @pytest.mark.parametrize("kind", ["random", "saturated", "zeros", "large"])
@@ -198,7 +200,7 @@ def test_a_short_convolution_is_the_formula_in_any_parts(num_taps: int) -> None:
             part = np.array([(begin, end, read, 1 - max(read, 0))], np.int64)
             rows = np.empty_like(out)
             short_convolution(
-                joined, part, taps, bias, tail, (0, num_channels), np.empty_like(out), rows
+                joined, 0, part, taps, bias, tail, (0, num_channels), np.empty_like(out), rows
             )
             out[begin:end] = rows[begin:end]
             read = 1 - max(read, 0)

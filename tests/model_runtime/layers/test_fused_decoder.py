@@ -23,22 +23,30 @@ from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile, Yarn
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
 
-CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16)
+CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16, num_state_slots=10)
 FUSED = [
     "llama", "gemma3_text", "gpt_neox", "cohere2", "phi3",  # one of each kind of layer
     "cohere", "exaone4", "gemma", "gemma2", "glm4", "granite", "granite_swa", "helium",
     "mistral", "nemotron", "olmo2", "olmo3", "phi", "qwen2", "qwen3", "seed_oss", "smollm3",
     "arcee", "persimmon", "modernbert-decoder", "stablelm", "starcoder2", "vaultgemma",
-    # Kernels of mixtures take long to compile.
-    *(pytest.param(each, marks=pytest.mark.costly) for each in ("qwen3_moe", "mixtral", "gpt_oss")),
+    # Kernels of mixtures and of states take long to compile.
+    *(
+        pytest.param(each, marks=pytest.mark.costly)
+        for each in ("qwen3_5_text", "lfm2", "qwen3_moe", "mixtral", "gpt_oss")
+    ),
 ]  # fmt: skip
 # Architecture -> what no kernel of ours computes.
-OTHERS = {"apertus": "of torch", "lfm2": "keeps states", "qwen2_moe": "pad of torch has no kernel"}
+OTHERS = {
+    "apertus": "of torch",
+    "lfm3": "multiply other shapes",
+    "qwen2_moe": "pad of torch has no kernel",
+}
 
 
 @pytest.fixture
@@ -86,7 +94,10 @@ def answers(checkpoint: Checkpoint) -> list[Tensor]:
 
     def span(first: int, behind: int, rows: Sequence[int], at: int = 0) -> Span:
         ids = [(7 * place + 3 * at) % VOCAB_SIZE for place in range(first, behind)]
-        return Span(ids, first, range(20 * at, 20 * at + 20), table_ids[at % 2], rows)
+        parts: tuple[StatePart, ...] = ()
+        if checkpoint.states:
+            parts = (StatePart(len(ids), at if first else None, at),)
+        return Span(ids, first, range(20 * at, 20 * at + 20), table_ids[at % 2], rows, parts)
 
     steps = [
         [span(0, 70, range(70))],
@@ -118,7 +129,7 @@ def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox", FUSED[-3]])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox", FUSED[-5], FUSED[-3]])
 def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
     """Any thread may take any share of a product, and each computes passes over rows itself."""
     checkpoint = plain(architecture, dtype)

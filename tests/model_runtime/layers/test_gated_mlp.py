@@ -13,6 +13,7 @@ from ropewalk.model_runtime.cpu_kernels.activations import (
     GELU_ERF,
     GELU_TANH,
     KINDS,
+    SIGMOID,
     SILU,
     SQUARED_RELU,
 )
@@ -44,6 +45,7 @@ ACTIVATIONS = {
     GELU_TANH: lambda x: nn.functional.gelu(x, approximate="tanh"),
     GELU_ERF: nn.functional.gelu,
     SQUARED_RELU: lambda x: x.relu().square(),
+    SIGMOID: torch.sigmoid,
 }
 
 
@@ -79,9 +81,10 @@ def test_an_activation_keeps_the_ends_of_the_range(kind: int) -> None:
 
 def test_the_activation_is_found_by_its_outputs() -> None:
     """Both forms of gelu and the square of relu are found, and others are torch's."""
-    found = {name: kind_of(ACT2FN[name]) for name in ("silu", "swish", "gelu", "gelu_new", "relu2")}
-    assert list(found.values()) == [SILU, SILU, GELU_ERF, GELU_TANH, SQUARED_RELU]
-    assert {kind_of(ACT2FN[name]) for name in ("quick_gelu", "relu", "tanh", "sigmoid")} == {None}
+    names = ("silu", "swish", "gelu", "gelu_new", "relu2", "sigmoid")
+    found = [kind_of(ACT2FN[name]) for name in names]
+    assert found == [SILU, SILU, GELU_ERF, GELU_TANH, SQUARED_RELU, SIGMOID]
+    assert {kind_of(ACT2FN[name]) for name in ("quick_gelu", "relu", "tanh")} == {None}
 
 
 def test_large_numbers_and_nan_pass() -> None:

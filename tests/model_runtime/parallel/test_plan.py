@@ -75,3 +75,10 @@ def test_gpus_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         check_devices(2, "cuda:1", torch.device("cuda:1"))
     check_devices(1, "cuda", cuda)
     check_devices(8, "cpu", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next", "lfm2"])
+def test_layers_with_states_are_the_reason_of_the_refusal(architecture: str) -> None:
+    """Their projections have no plan either, but the states come first."""
+    with pytest.raises(ModelError, match="layers that keep a state of each sequence"):
+        plan_of(outline_of(architecture), 2)

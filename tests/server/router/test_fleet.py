@@ -173,6 +173,30 @@ def test_servers_that_compute_differently_are_logged_once() -> None:
     run(test)
 
 
+def test_a_server_that_never_was_ready_is_told_of_once() -> None:
+    """One refuses connections, and one is another program. The second becomes ready later."""
+
+    async def test() -> None:
+        with other_server() as server, structlog.testing.capture_logs() as lines:
+            server.is_ready = False
+            async with watched("http://127.0.0.1:9", server.url) as fleet:
+                other = fleet.problems
+                await until(lambda: other().get(server.url) == "its /ready answers 503")
+                await until(lambda: "cannot connect" in other().get("http://127.0.0.1:9", ""))
+                server.is_ready = True
+                await until(lambda: bool(fleet.usable))
+                assert list(other()) == ["http://127.0.0.1:9"]
+        told = [each for each in lines if each["event"] == "server_not_ready"]
+        assert {each["server"]: each["log_level"] for each in told} == {
+            "http://127.0.0.1:9": "warning",
+            server.url: "warning",
+        }
+        assert len(told) == 2
+        assert all(each["why"].startswith(("cannot connect", "its /ready")) for each in told)
+
+    run(test)
+
+
 def test_without_a_server_a_request_waits_and_is_told() -> None:
     """One that comes meanwhile takes it."""
 

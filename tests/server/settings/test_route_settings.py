@@ -40,6 +40,12 @@ def test_addresses_are_checked(servers: tuple[str, ...], told: str) -> None:
         load_route_settings({"servers": servers})
 
 
+def test_wrong_addresses_are_shown_as_they_were_given() -> None:
+    ended = run_here("route", "foo", "http://a")
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("a path, got 'foo', 'http://a' (from the command line)\n")
+
+
 def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("server: [http://a]\n")

@@ -2,18 +2,20 @@
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from ropewalk.server.process.hangups import SignalTimes
 from tests import preloaded
 from tests.preloaded import Fork
 from tests.processes import command
@@ -171,13 +173,14 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path, sig: signal.Signals
 def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
-    """New requests get 503 after a signal, and the process exits with code 0."""
+    """New requests get 503 after a signal, and the exit code is 0. Signals at once are one."""
     with process(tmp_path) as started:
         started.wait_for("listening on")
         lines: list[str] = []
         reading = stream(started.url, LONG, lines)
         wait_until_streaming(lines)
-        started.process.send_signal(sig)
+        for each in (sig, signal.SIGTERM, signal.SIGINT):  # as timeout(1) and a terminal do
+            started.process.send_signal(each)
         started.wait_for("event=shutdown")
         refused = httpx.post(f"{started.url}/v1/completions", json=LONG, timeout=20)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -266,7 +269,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         waiting.start()
         time.sleep(0.3)  # for it to be accepted
         started.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        time.sleep(1.2)  # a signal within a second would be the same one
         assert started.process.poll() is None
         began = time.monotonic()
         started.process.send_signal(signal.SIGTERM)
@@ -276,3 +279,47 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         waiting.join(30)
         assert statuses == [503]
         assert "Traceback" not in started.log()
+        assert "library_message" not in started.log()
+        assert " unfinished=2\n" in started.log()
+        requests = [line for line in started.log().splitlines() if "event=request " in line]
+        assert all("aborted=true" in line for line in requests)
+        assert sorted(re.findall(r" status=(\d+)", "".join(requests))) == ["200", "503"]
+
+
+@pytest.mark.parametrize("arguments", [("route", "http://127.0.0.1:9"), ("serve",)])
+def test_a_log_that_nobody_reads_ends_nothing(arguments: tuple[str, ...]) -> None:
+    """The reader of standard error has left. Requests are answered, and a signal ends it."""
+    reads, writes = os.pipe()
+    started = preloaded.parent().fork(
+        "ropewalk", (*arguments, "--port", "0"), stdout=writes, stderr=writes
+    )
+    os.close(writes)
+    try:
+        with open(reads) as log:  # noqa: PTH123  # a file descriptor
+            found = re.search(r"listening on +(http\S+)", "".join(iter_to(log, "listening on")))
+        assert found
+        if arguments == ("serve",):
+            body = {"prompt": "import", "max_tokens": 2}
+            for _ in range(2):
+                answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 200
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(60) == 0
+    finally:
+        started.kill()
+
+
+def iter_to(lines: Iterable[str], text: str) -> Iterator[str]:
+    """Lines up to the first one with a text."""
+    for line in lines:
+        yield line
+        if text in line:
+            return
+
+
+def test_signals_within_a_second_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later one counts anew, however many came before."""
+    times_s = iter((5.0, 5.0, 5.9, 6.0, 6.1))
+    monkeypatch.setattr("time.monotonic", lambda: next(times_s))
+    signals = SignalTimes()
+    assert [signals.is_new() for _ in range(5)] == [True, False, False, True, True]

@@ -45,6 +45,8 @@ class Disk(Observer):
         """Add a report."""
         self.sum.pages += counts.pages
         self.sum.bad_files += counts.bad_files
+        self.sum.memory += counts.memory
+        self.sum.num_memory_bytes = counts.num_memory_bytes
         self.sum.num_tokens_read += counts.num_tokens_read
         self.sum.is_paused = counts.is_paused
 
@@ -68,12 +70,19 @@ class Server:
     """An engine over a folder or a store; it can be stopped, as a server that ends."""
 
     def __init__(
-        self, engines: EngineFactory, checkpoint: Checkpoint, place: Path | str, **config: Any
+        self,
+        engines: EngineFactory,
+        checkpoint: Checkpoint,
+        place: Path | str | None,
+        **config: Any,
     ) -> None:
-        """`place` is a folder, or the address of a store."""
+        """`place` is a folder, or the address of a store; None: there is neither."""
         self.disk = Disk()
-        of_folder = {"kv_disk": place, "kv_disk_gib": 1.0}
-        limits = {**({"kv_store": place} if isinstance(place, str) else of_folder), **config}
+        limits = dict(config)
+        if isinstance(place, str):
+            limits["kv_store"] = place
+        elif place is not None:
+            limits = {"kv_disk": place, "kv_disk_gib": 1.0, **config}
         self.engine: Engine = engines.over(checkpoint, observer=self.disk, **limits)
         tier = self.engine._core._tier
         assert tier is not None
@@ -116,6 +125,13 @@ class Waiting:
         """Wait for the end; return the result, and the prompt tokens found."""
         assert self._ended.wait(60)
         return Result.of(self.outputs), self.outputs[-1].num_cached_tokens
+
+
+def written(server: Server) -> None:
+    """Wait until all that was noted has gone through the writer's queue."""
+    wait_until(lambda: not server.tier._noted)
+    server.tier._writer.delete([])
+    wait_until(server.tier._writer._queue.empty)
 
 
 class HeldReads:

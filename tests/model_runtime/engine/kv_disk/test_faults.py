@@ -104,7 +104,7 @@ def test_a_bad_file_is_a_miss_and_replaced(
     server.stop()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
 def test_an_error_that_says_nothing_about_a_page_leaves_its_file(
     engines: EngineFactory,
     checkpoint: Checkpoint,

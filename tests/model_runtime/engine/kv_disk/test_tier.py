@@ -29,7 +29,7 @@ class Bench:
         self.scheduler = Scheduler(EngineConfig(**numbers))
         counting = Counting()
         self.buffers = Buffers(64, 8)
-        memory: Any = SimpleNamespace(num_bytes=64, copy_in=lambda *_: None)
+        memory: Any = SimpleNamespace(num_bytes=64, step_bytes=1 << 20, copy_in=lambda *_: None)
         reader = Reader(self.buffers, counting, lambda _: None)
         writer: Any = SimpleNamespace(
             is_off=False,

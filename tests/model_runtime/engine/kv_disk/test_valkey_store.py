@@ -28,6 +28,7 @@ from tests.model_runtime.engine.kv_disk.disk_engines import (
     Server,
     wait_until,
     with_weights,
+    written,
 )
 from tests.valkey_server import RunningStore, running_store
 
@@ -60,13 +61,6 @@ def asked(checkpoint: Checkpoint, number: int = 0, **options: Any) -> Any:
 def pauses(logs: list[Any]) -> list[tuple[str, str]]:
     """What paused, and why."""
     return [(each["what"], each["reason"]) for each in logs if each["event"] == "kv_disk_paused"]
-
-
-def written(server: Server) -> None:
-    """Wait until all that was noted has gone through the writer's queue."""
-    wait_until(lambda: not server.tier._noted)
-    server.tier._writer.delete([])
-    wait_until(server.tier._writer._queue.empty)
 
 
 def test_key_and_value_are_those_of_the_folder(
@@ -189,12 +183,29 @@ def test_a_damaged_name_of_a_place_is_made_anew(
     form = PageFormat(bytes(32), 64, 3, "int4", keys_by_token=False, num_bytes=5000)
     url = parse_store_url(store.url)
     client.set("ropewalk:v1:name", given)
-    names = {ValkeyStore(url, form).look().name for _ in range(2)}
+    rooms = [ValkeyStore(url, form).look() for _ in range(2)]
+    names = {each.name for each in rooms}
+    assert [each.num_foreign for each in rooms] == [int(given != b""), 0]
     (tmp_path / ".place").write_bytes(given[:8])
     root = os.open(tmp_path, os.O_RDONLY)
     names |= {own_name(root) for _ in range(2)}
     os.close(root)
     assert sorted(map(len, names)) == [32, 32]
+
+
+def test_a_name_of_another_type_is_replaced_and_counted_and_writes_go_on(
+    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
+) -> None:
+    """It is a list, to which the commands of a name are errors."""
+    client.rpush("ropewalk:v1:name", "a", "b")
+    with structlog.testing.capture_logs() as logs:
+        server = Server(engines, checkpoint, store.url)
+        server.ask(asked(checkpoint))
+        server.stop()
+    assert pauses(logs) == []
+    assert server.disk.sum.bad_files == {"foreign": 1}
+    assert server.pages == {"written": NUM_PAGES}
+    assert client.type("ropewalk:v1:name") == b"string"
 
 
 def test_a_store_that_dies_pauses_and_is_used_again_when_it_is_back(

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import structlog
+
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.page_store import Room, StoreError
@@ -103,6 +105,21 @@ def test_a_page_is_touched_once_a_minute() -> None:
     while writer._used or writer._to_touch:
         assert writer._serve_next()
     assert store.done[-1] == ("touch", [(key, depth) for depth, key in enumerate(keys)])
+
+
+def test_a_store_that_does_not_answer_is_not_told_as_open() -> None:
+    """Its line comes once, after the first answer."""
+    store = Noting()
+    store.fault = StoreError("Connection refused.")
+    with structlog.testing.capture_logs() as logs:
+        writer = writer_over(store)
+        assert [(each["event"], each.get("reason")) for each in logs] == [
+            ("kv_disk_paused", "Connection refused.")
+        ]
+        store.fault, writer.pause._until = None, 0.0
+        for _ in range(2):
+            writer._look_if_due(is_due=True)
+    assert [each["event"] for each in logs[1:]] == ["kv_disk_open"]
 
 
 def test_a_fault_of_a_touch_or_a_deletion_pauses_the_writes() -> None:

@@ -1,0 +1,1 @@
+"""Pages in the memory of a GPU's host: their copies, and the place that holds them."""

@@ -1,0 +1,219 @@
+"""Pages in the memory of a GPU's host; a CPU stands for the GPU, and its copies run late."""
+
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import HostMemory
+from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
+from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.model_runtime.engine.kv_disk import late_copies
+from tests.model_runtime.engine.kv_disk.disk_engines import (
+    NUM_PAGES,
+    PROMPT,
+    Server,
+    files,
+    with_weights,
+    written,
+)
+
+GIB = 0.25
+NUM_BYTES = 100
+FORM = PageFormat(bytes(32), 64, 3, "float32", keys_by_token=False, num_bytes=NUM_BYTES)
+
+
+def asked(checkpoint: Checkpoint, number: int = 0) -> Request:
+    """A request for a prompt of twelve pages; those of other numbers share none."""
+    prompt = [100 + number, *PROMPT[1:]]
+    return request(deployment_of(checkpoint), prompt, max_tokens=4, logprobs=2)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_evicted_prefixes_come_back_with_the_same_bits(
+    engines: EngineFactory,
+    llama_checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_held: bool,
+) -> None:
+    """The cache holds one prompt. Held copies run only before the step that evicts their pages."""
+    checkpoint = llama_checkpoint
+    expected = [answer(engines.over(checkpoint), asked(checkpoint, each))[0] for each in range(3)]
+    stream = late_copies.use(monkeypatch, is_held=is_held)
+    server = Server(engines, checkpoint, None, kv_offload_gib=GIB, kv_cache_tokens=16 * 16)
+    for turn in range(3):
+        for number in range(3):
+            if not is_held:
+                written(server)
+            result, num_cached = server.ask(asked(checkpoint, number))
+            assert result == expected[number]
+            if turn and not is_held:
+                assert num_cached == NUM_PAGES * 16
+    stream.may_run.set()
+    server.stop()
+    found = server.disk.sum
+    assert found.num_tokens_read == 16 * server.pages["read"]
+    assert found.memory["read"] >= (6 * NUM_PAGES if not is_held else NUM_PAGES)
+    assert stream.num_waits >= NUM_PAGES
+    assert found.num_memory_bytes == 3 * NUM_PAGES * server.tier._memory.num_bytes
+
+
+def test_answers_under_load_have_the_same_bits(
+    engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts share prefixes, run together, and evict each other's pages in a small memory, too."""
+    checkpoint, draw = llama_checkpoint, random.Random(3)
+    prompts = [[100 + at % 3, *PROMPT[1 : 40 + 30 * at]] for at in range(6)]
+    asks = [
+        request(deployment_of(checkpoint), draw.choice(prompts), max_tokens=5, logprobs=1)
+        for _ in range(36)
+    ]
+    expected = [answer(engines.over(checkpoint), each)[0] for each in asks]
+    late_copies.use(monkeypatch)
+    limits = {"kv_cache_tokens": 24 * 16, "max_model_len": 24 * 16}
+    page_bytes = Server(
+        engines, checkpoint, None, kv_offload_gib=GIB, **limits
+    ).tier._memory.num_bytes
+    small = Server(engines, checkpoint, None, kv_offload_gib=20.5 * page_bytes / 2**30, **limits)
+    found = []
+    for at in range(0, len(asks), 4):
+        found += answer(small.engine, *asks[at : at + 4])
+    small.stop()
+    assert found == expected
+    assert small.disk.sum.memory["read"] > 0
+    assert small.disk.sum.memory["evicted"] > 0
+    assert small.disk.sum.num_memory_bytes <= 20 * page_bytes
+
+
+def test_memory_comes_before_the_folder_and_is_filled_from_it(
+    engines: EngineFactory,
+    llama_checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a restart, pages come from the folder once, and then from memory."""
+    checkpoint = with_weights(llama_checkpoint, tmp_path / "model")
+    late_copies.use(monkeypatch)
+    limits = {"kv_offload_gib": GIB, "kv_cache_tokens": 16 * 16}
+    folder = tmp_path / "kv"
+    server = Server(engines, checkpoint, folder, **limits)
+    expected, _ = server.ask(asked(checkpoint))
+    server.stop()
+    written = {path.name for path in files(folder)}
+    assert len(written) == NUM_PAGES
+    server = Server(engines, checkpoint, folder, **limits)
+    reads: list[bytes] = []
+    read = PageFolder.read
+    monkeypatch.setattr(
+        PageFolder, "read", lambda of, key, into: reads.append(key) or read(of, key, into)
+    )
+    for _ in range(2):
+        assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
+        server.ask(asked(checkpoint, 1))  # evicts it
+    server.stop()
+    own = [each for each in reads if each.hex() in written]
+    assert len(own) == len(set(own)) == NUM_PAGES
+    assert server.disk.sum.memory["read"] >= NUM_PAGES
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def memory_of(num_pages: int, below: Any = None) -> HostMemory:
+    """Room for so many pages, and a half."""
+    most_bytes = num_pages * NUM_BYTES + NUM_BYTES // 2
+    return HostMemory(FORM, most_bytes, Counting(), below)
+
+
+def held(memory: HostMemory, keys: range) -> list[int]:
+    return [number for number in keys if memory.has(key_of(number))]
+
+
+def test_the_pages_not_used_for_longest_go_and_the_last_of_a_prefix_first() -> None:
+    """A read and a touch are uses."""
+    memory = memory_of(4)
+    page = memoryview(bytes(NUM_BYTES))
+    for depth in range(4):
+        memory.write(key_of(depth), page, depth)
+    memory.write(key_of(10), page, 0)
+    assert held(memory, range(11)) == [0, 1, 2, 10]
+    memory.write(key_of(11), page, 0)
+    assert held(memory, range(12)) == [0, 1, 10, 11]
+    memory.touch([(key_of(1), 0)])
+    assert memory.read(key_of(0), memoryview(bytearray(NUM_BYTES)))
+    memory.write(key_of(12), page, 0)
+    assert held(memory, range(13)) == [0, 1, 11, 12]
+
+
+def test_memory_is_bounded_however_often_pages_are_used() -> None:
+    """So is what it keeps about their use."""
+    memory = memory_of(8)
+    draw = random.Random(1)
+    contents = {number: secrets.token_bytes(NUM_BYTES) for number in range(20)}
+    into = bytearray(NUM_BYTES)
+    for _ in range(3000):
+        number = draw.randrange(20)
+        if memory.read(key_of(number), memoryview(into)):
+            assert bytes(into) == contents[number]
+        else:
+            memory.write(key_of(number), memoryview(contents[number]), number % 5)
+        assert len(memory._held) <= 8
+        assert len(memory._by_use) <= 65
+    counts = memory._counting.take(is_paused=False)
+    assert counts is not None
+    assert counts.num_memory_bytes == 8 * NUM_BYTES
+    memory.discard([key_of(each) for each in range(20)])
+    assert held(memory, range(20)) == []
+
+
+def test_a_page_is_written_below_unless_it_is_there(tmp_path: Path) -> None:
+    """A deletion is for both."""
+    folder = PageFolder(tmp_path / "kv", FORM)
+    memory, other = memory_of(2, folder), memory_of(2, folder)
+    content = np.arange(NUM_BYTES, dtype=np.uint8)
+    memory.write(key_of(1), content.data, 0)
+    assert folder.has(key_of(1))
+    assert not other.has(key_of(1))  # it is to be kept in memory, too
+    into = bytearray(NUM_BYTES)
+    assert other.read(key_of(1), memoryview(into))
+    assert bytes(into) == content.tobytes()
+    assert other.has(key_of(1))
+    other.discard([key_of(1)])
+    assert not folder.has(key_of(1))
+    assert not other.read(key_of(1), memoryview(into))
+
+
+@pytest.mark.parametrize(
+    ("gib", "sentence"),
+    [
+        (1e-9, "kv_offload_gib must be >= .*, for one page of .*, got 1e-09"),
+        (1e6, r"pages in host memory \(kv_offload_gib 1e\+06\) need .*, this machine has"),
+    ],
+)
+def test_a_size_that_cannot_be_had_is_refused(
+    engines: EngineFactory,
+    llama_checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    gib: float,
+    sentence: str,
+) -> None:
+    """Less than a page, or more than the machine has."""
+    late_copies.use(monkeypatch)
+    with pytest.raises(ModelError, match=sentence):
+        engines.over(llama_checkpoint, kv_offload_gib=gib)
+
+
+def test_a_cpu_is_refused(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
+    """Its cache is host memory."""
+    with pytest.raises(ModelError, match=r"kv_offload_gib is for a GPU: .* raise kv_cache_gib"):
+        engines.over(llama_checkpoint, kv_offload_gib=1.0)
