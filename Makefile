@@ -86,11 +86,11 @@ test-arm: setup  ## the kernels, the self-check and one completion on an aarch64
 # Both take their lengths and seeds from the environment; docs/reliability.md.
 fuzz: setup  ## hostile requests, ten times as many as in the suite
 	FUZZ_CASES=$(or $(FUZZ_CASES),40000) $(BIN)/python -m pytest -s \
-		tests/server/test_raw_fuzz.py tests/server/test_openapi_fuzz.py
+		tests/server/fuzz/test_raw_fuzz.py tests/server/fuzz/test_openapi_fuzz.py
 
 soak: setup  ## mixed load for ten minutes and slow clients, in the suite for seconds
 	SOAK_SECONDS=$(or $(SOAK_SECONDS),600) SLOW_SECONDS=$(or $(SLOW_SECONDS),10) \
-		$(BIN)/python -m pytest -s tests/server/test_soak.py tests/server/test_slow_clients.py
+		$(BIN)/python -m pytest -s tests/server/load/test_soak.py tests/server/load/test_slow_clients.py
 
 # Stops and goes on at any time; what it makes is compared and shipped by hand: docs/embedded-model.md.
 train: setup  ## the embedded model again, from Python's own library, into build/embedded_model

@@ -16,7 +16,7 @@ from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
 from benchmarks.gpu_engine import measured
 from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
-from ropewalk.model_runtime.engine.memory_profile import CudaMeter, profile_memory
+from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 
 _SHARE = 0.9  # of the device's memory, as a server has by default

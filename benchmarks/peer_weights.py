@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
-from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer
 
 _WEIGHTS = "model.safetensors"
 _MOST = 127

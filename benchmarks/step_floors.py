@@ -35,8 +35,12 @@ from benchmarks.make_model import SHAPES, Shape, llama_config
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
+    AttentionParams,
+    Floats,
+    Ints,
+)
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import AttentionParams, Floats, Ints
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from ropewalk.model_runtime.engine.kv_disk.folder import (
+from ropewalk.model_runtime.engine.kv_disk.files.folder import (
     FolderError,
     PageEntry,
     entries,
     open_root,
 )
-from ropewalk.model_runtime.engine.kv_disk.janitor import Swept, sweep
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import Swept, sweep
 from ropewalk.model_runtime.size_text import size_text
 
 _HOUR_S = 3600.0

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, get_args
 
-from ropewalk.model_runtime.engine.kv_disk.page_file import Reason
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import Reason
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts

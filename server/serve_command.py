@@ -84,7 +84,7 @@ def _refuse_before_listening(settings: ServeSettings) -> None:
     is_absent = model is not None and not is_hub_id(model) and not Path(model).exists()
     names_some = not stated.isdisjoint({*DeploymentSettings.model_fields, *_NAMING})
     if settings.replicas is None and (is_absent or names_some):
-        from ropewalk.server.startup.dry_run import refuse_before_listening  # noqa: PLC0415
+        from ropewalk.server.startup.planning.dry_run import refuse_before_listening  # noqa: PLC0415
 
         refuse_before_listening(settings)
 
@@ -183,7 +183,7 @@ class _Start:
     def _load(self, server: "GracefulServer", stated: Mapping[str, Any]) -> Callable[[], None]:
         """Import and load; return what begins to serve."""
         settings, progress = self._settings, self._progress
-        from ropewalk.server.startup.dry_run import refuse_ahead  # noqa: PLC0415
+        from ropewalk.server.startup.planning.dry_run import refuse_ahead  # noqa: PLC0415
 
         refuse_ahead(settings, progress.enter)
         progress.enter("importing")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import leftovers, preloaded, sampling
+from tests import leftovers, sampling
+from tests.servers import preloaded
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-    from tests.engines import EngineFactory
-    from tests.processes import Server
+    from tests.doubles.engines import EngineFactory
+    from tests.servers.processes import Server
 
 # Files of ten seconds or more, in the part of `make test` that has two workers.
 _LONGEST = {
@@ -118,7 +119,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _device_works() -> Iterator[None]:
     """A kernel's fault is the fault of the case that launched it."""
-    from tests.device_faults import end_if_the_device_failed
+    from tests.doubles.device_faults import end_if_the_device_failed
 
     yield
     end_if_the_device_failed()
@@ -139,7 +140,7 @@ def llama_checkpoint() -> "Checkpoint":
 
     It is shared by all tests, so a test that changes a model makes its own.
     """
-    from tests.engines import tiny_checkpoint
+    from tests.doubles.engines import tiny_checkpoint
 
     return tiny_checkpoint("llama")
 
@@ -147,7 +148,7 @@ def llama_checkpoint() -> "Checkpoint":
 @pytest.fixture
 def engines() -> "Iterator[EngineFactory]":
     """Makes engines; stops them all at the end, and checks that nothing leaked."""
-    from tests.engines import EngineFactory
+    from tests.doubles.engines import EngineFactory
 
     factory = EngineFactory()
     yield factory
@@ -157,7 +158,7 @@ def engines() -> "Iterator[EngineFactory]":
 @pytest.fixture(scope="session")
 def server() -> "Iterator[Server]":
     """`ropewalk serve` as a newcomer runs it, a process of its own on a free port."""
-    from tests.processes import running_server
+    from tests.servers.processes import running_server
 
     with running_server() as running:
         yield running

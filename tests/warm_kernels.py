@@ -18,8 +18,8 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.server.process.preflight import bound_primitives
 from ropewalk.server.settings.sections import CacheSettings
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.range_cases import CPU, METHODS, PlacedReads
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.oracles.range_cases import CPU, METHODS, PlacedReads
 
 PAGE_SIZE: int = CacheSettings.model_fields["page_size"].default
 

@@ -19,10 +19,14 @@ from ropewalk.model_runtime.attention.batch import Batch, Place
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
 from ropewalk.model_runtime.attention.step_ranges import step_ranges
-from ropewalk.model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, write_kv
-from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention.attention import (
+    TILE,
+    attend,
+    attend_in_pairs,
+    write_kv,
+)
+from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     NO_SINKS,
     NO_SOFTCAP,
     AttentionParams,
@@ -32,6 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     PageArrays,
     SequenceArrays,
 )
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
 from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
 from ropewalk.rope import MOST_RANGES, KeyMap, PositionMethod
 
@@ -57,7 +62,7 @@ class RangedSequences:
 
     def kernel(self, keys_NKDO: Numbers) -> Any:
         """Return the compiled kernel for a cache."""
-        from ropewalk.model_runtime.cpu_kernels import (  # noqa: PLC0415
+        from ropewalk.model_runtime.cpu_kernels.attention import (  # noqa: PLC0415
             attention_ranges as attention,
         )
 
@@ -271,7 +276,7 @@ class RoundedCpuAttention(CpuAttention):
         return attend, *others
 
     def _ranges_kernel(self, ranged: RangedSequences, pages: Any) -> Any:  # noqa: ARG002
-        from ropewalk.model_runtime.cpu_kernels.attention_ranges import (  # noqa: PLC0415
+        from ropewalk.model_runtime.cpu_kernels.attention.attention_ranges import (  # noqa: PLC0415
             attend_ranges,
         )
 

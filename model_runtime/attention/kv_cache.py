@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, PageArrays
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import RotationArrays
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import RotationArrays
 from ropewalk.rope import (
     Angles,
     Frequencies,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.state_shape import StateShape
 
 

@@ -18,8 +18,8 @@ from numba.extending import overload
 from torch import Tensor
 
 from ropewalk.model_runtime.cpu_kernels.activations import SILU, activate
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,

@@ -23,8 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
-from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.attention.attention import attend, attend_in_pairs, write_kv
+from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
+    Destinations,
+    Floats,
+    FusedStep,
+    Ints,
+    Numbers,
+    SequenceArrays,
+)
 from ropewalk.model_runtime.cpu_kernels.elementwise import (
     activate_part,
     gate_row,
@@ -34,14 +42,6 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import (
 )
 from ropewalk.model_runtime.cpu_kernels.experts.stages import NUM_CHOICES, NUM_EXPERTS, stages
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
-    Destinations,
-    Floats,
-    FusedStep,
-    Ints,
-    Numbers,
-    SequenceArrays,
-)
 from ropewalk.model_runtime.cpu_kernels.simd import pointer_to
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, Multiplying, widened
 from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     HAS_PAIR_PRODUCTS,
     add_pair_products,
     add_products,
@@ -31,9 +31,9 @@ from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
     no_sums,
     store_sums,
 )
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
 from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for, take_next
 

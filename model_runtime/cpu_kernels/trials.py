@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import HAS_PAIR_PRODUCTS
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,

@@ -14,7 +14,7 @@ from ropewalk.model_runtime.runner.bad_words import barred_after, num_before
 from ropewalk.model_runtime.runner.penalties import SeenTokens, has_penalty
 from ropewalk.model_runtime.runner.ranked_draw import cuts
 from ropewalk.model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
-from ropewalk.model_runtime.scheduling.drafter import Drafter
+from ropewalk.model_runtime.scheduling.drafts.drafter import Drafter
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
 from ropewalk.model_runtime.text.grammar import Constraint

@@ -14,8 +14,8 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.runner import Runner
 from ropewalk.model_runtime.runner.step_timer import Part
-from ropewalk.model_runtime.scheduling.draft_lengths import Offer, StepCost, take
-from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
+from ropewalk.model_runtime.scheduling.drafts.draft_lengths import Offer, StepCost, take
+from ropewalk.model_runtime.scheduling.drafts.drafter import NO_DRAFT, Draft, Drafter
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 

@@ -219,10 +219,10 @@ def _load_gguf(
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
     weights, activations = how
-    from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
+    from ropewalk.model_runtime.formats.gguf.gguf_file import (  # noqa: PLC0415  # only for such a file
         read_gguf,
     )
-    from ropewalk.model_runtime.formats.gguf_sizes import (  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_sizes import (  # noqa: PLC0415
         num_parameters,
         sampling_of,
     )

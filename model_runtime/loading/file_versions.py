@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 
 # Files that a loader reads beside weights.
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
@@ -34,7 +34,7 @@ def version_of(facts: os.stat_result) -> str:
 
 def _files_of(source: Path) -> Iterator[Path]:
     if source.is_file():
-        from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
+        from ropewalk.model_runtime.formats.gguf.gguf_file import (  # noqa: PLC0415  # only for such a file
             named_parts,
         )
 

@@ -12,11 +12,11 @@ import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ropewalk.model_runtime.formats.gguf_architectures import config_of
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
-from ropewalk.model_runtime.formats.gguf_sizes import num_parameters
-from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer
-from ropewalk.model_runtime.formats.gguf_weights import Weights
+from ropewalk.model_runtime.formats.gguf.gguf_architectures import config_of
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
+from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer
+from ropewalk.model_runtime.formats.gguf.gguf_weights import Weights
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix
 from ropewalk.model_runtime.loading.load_progress import logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import (

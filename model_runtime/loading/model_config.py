@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory, refuse_unstated
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.formats.read_scheme import read_scheme

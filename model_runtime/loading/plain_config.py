@@ -100,26 +100,26 @@ def plain_config(folder: Path) -> PlainConfig | None:
 
 def gguf_plain_config(path: Path) -> PlainConfig:
     """Return a GGUF file's config. Raises ModelError."""
-    from ropewalk.model_runtime.formats.gguf_architectures import (  # noqa: PLC0415  # needs numpy
+    from ropewalk.model_runtime.formats.gguf.gguf_architectures import (  # noqa: PLC0415  # needs numpy
         config_of,
     )
-    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
 
     return PlainConfig(config_of(read_gguf(path)))
 
 
 def gguf_num_parameters(path: Path) -> int:
     """Return the number of weights in a GGUF file. Raises ModelError."""
-    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
-    from ropewalk.model_runtime.formats.gguf_sizes import num_parameters  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters  # noqa: PLC0415
 
     return num_parameters(read_gguf(path))
 
 
 def gguf_storage(path: Path) -> tuple[int, str]:
     """Return a GGUF file's size in bytes and its number types. Raises ModelError."""
-    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
-    from ropewalk.model_runtime.formats.gguf_sizes import storage_of  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_sizes import storage_of  # noqa: PLC0415
 
     return storage_of(read_gguf(path))
 
@@ -173,8 +173,8 @@ def plain_template(folder: Path) -> tuple[str | None] | None:
     A tokenizer without a template gives (None,). `folder` may be a GGUF file.
     """
     if folder.is_file():
-        from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
-        from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
+        from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
+        from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
 
         return (read_tokenizer(read_gguf(folder)).chat_template,)
     found = written_template(folder)

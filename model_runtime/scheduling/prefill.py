@@ -9,7 +9,7 @@ completes.
 import math
 from collections.abc import Iterable
 
-from ropewalk.model_runtime.scheduling.draft_lengths import StepCost
+from ropewalk.model_runtime.scheduling.drafts.draft_lengths import StepCost
 from ropewalk.model_runtime.scheduling.prefix_cache import Key
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 from ropewalk.model_runtime.scheduling.step_builder import StepBuilder

@@ -13,8 +13,8 @@ import structlog
 
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
-from ropewalk.server.router.facts import none_ready
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.facts import none_ready
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.forward import (
     Asked,
     Forwarder,

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from ropewalk.server.middleware.head_checks import HeadChecksMiddleware
 from ropewalk.server.router.app import RouterApp
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.router.upstream import Target
 from ropewalk.server.settings.route_settings import RouteSettings

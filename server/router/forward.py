@@ -13,8 +13,8 @@ import structlog
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, ToldAnswer, new_answer
 from ropewalk.server.envelope import envelope
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.facts import Facts, why_none_goes_on
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.facts import Facts, why_none_goes_on
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.replay import (
     DivergedError,
     EventSplitter,

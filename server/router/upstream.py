@@ -15,7 +15,7 @@ from typing import Any, cast
 import h11
 
 from ropewalk.server.router.body_parser import BodyParser, FramingError
-from ropewalk.server.router.facts import Facts
+from ropewalk.server.router.fleet.facts import Facts
 
 _CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
 _CONNECT_S = 5.0

@@ -100,7 +100,7 @@ def _device(value: str) -> str:
 
 
 def _store_address(value: str) -> str:
-    from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
+    from ropewalk.model_runtime.engine.kv_disk.stores.store_url import (  # noqa: PLC0415  # rare
         parse_store_url,
     )
 

@@ -29,7 +29,7 @@ def check(file: str | None, named: str | None) -> None:
         problems.tried(lambda: checked(settings))
         # Imported here, so that a wrong setting does not wait for it.
         from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
-        from ropewalk.server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
+        from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
 
         log_to_stderr()
         outlook = problems.tried(lambda: outlook_of(settings))

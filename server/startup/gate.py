@@ -200,7 +200,7 @@ def _check_disk(settings: ServeSettings) -> None:
     path = settings.kv_disk
     if path is None:
         return
-    from ropewalk.model_runtime.engine.kv_disk.folder import (  # noqa: PLC0415  # rare
+    from ropewalk.model_runtime.engine.kv_disk.files.folder import (  # noqa: PLC0415  # rare
         FolderError,
         open_root,
     )
@@ -222,7 +222,7 @@ def _check_store(settings: ServeSettings) -> None:
     """Raise SettingsError if the client of a networked store is absent; nothing connects."""
     if settings.kv_store is None:
         return
-    from ropewalk.model_runtime.engine.kv_disk.store_url import (  # noqa: PLC0415  # rare
+    from ropewalk.model_runtime.engine.kv_disk.stores.store_url import (  # noqa: PLC0415  # rare
         NEEDS_CLIENT,
         parse_store_url,
     )

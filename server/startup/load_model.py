@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
 from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8, refuse_rounding

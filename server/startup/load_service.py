@@ -34,7 +34,8 @@ from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.middleware.http_metrics import HttpMetrics
 from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.startup.banner_lines import (
+from ropewalk.server.startup.load_model import load_model
+from ropewalk.server.startup.planning.banner_lines import (
     chat_line,
     computing_line,
     describe,
@@ -47,15 +48,14 @@ from ropewalk.server.startup.banner_lines import (
     stored_text,
     warning_lines,
 )
-from ropewalk.server.startup.load_model import load_model
-from ropewalk.server.startup.model_facts import facts_of
-from ropewalk.server.startup.planning.template_of import chat_template_of
-from ropewalk.server.startup.serving_plan import (
+from ropewalk.server.startup.planning.model_facts import facts_of
+from ropewalk.server.startup.planning.serving_plan import (
     ServingPlan,
     plan_deployments,
     plan_serving,
     profiles_of,
 )
+from ropewalk.server.startup.planning.template_of import chat_template_of
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.parallel.ranks import Ranks

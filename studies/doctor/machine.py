@@ -83,7 +83,7 @@ def check_kernel_cache() -> Finding:
 
 def check_memory() -> Finding:
     """Check the memory of the machine or its container."""
-    from ropewalk.model_runtime.engine.machine_memory import machine_memory  # noqa: PLC0415
+    from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory  # noqa: PLC0415
 
     memory = machine_memory()
     text = f"{size_text(memory.total)} in total, {size_text(memory.free)} free"

@@ -6,8 +6,8 @@ No weights are loaded here; load.py does that.
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.dry_run import outlook_of
-from ropewalk.server.startup.serving_plan import model_name
+from ropewalk.server.startup.planning.dry_run import outlook_of
+from ropewalk.server.startup.planning.serving_plan import model_name
 from ropewalk.studies.doctor.finding import Finding
 
 _NOT_LOADED = "; not loaded: --load loads it, runs the self-check and one completion"

@@ -11,10 +11,15 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.startup.dry_run import outline_of
 from ropewalk.server.startup.load_model import load_model
-from ropewalk.server.startup.model_facts import facts_of
-from ropewalk.server.startup.serving_plan import ServingPlan, model_name, plan_serving, profiles_of
+from ropewalk.server.startup.planning.dry_run import outline_of
+from ropewalk.server.startup.planning.model_facts import facts_of
+from ropewalk.server.startup.planning.serving_plan import (
+    ServingPlan,
+    model_name,
+    plan_serving,
+    profiles_of,
+)
 from ropewalk.studies.evaluation.cells import TOGETHER
 from ropewalk.studies.evaluation.plan import LengthPlan, Variant
 from ropewalk.studies.harness.eval_run import EvalError

@@ -33,7 +33,7 @@ def _files(source: Path) -> Sequence[Path]:
     """Return the files of the weights, and the config where it is a file of its own."""
     if source.is_dir():
         return [*sorted(weight_files(source)), source / "config.json"]
-    from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
+    from ropewalk.model_runtime.formats.gguf.gguf_file import (  # noqa: PLC0415  # only for such a file
         read_gguf,
     )
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peer_weights import main
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written
 
 pytestmark = pytest.mark.costly(by="file")
 

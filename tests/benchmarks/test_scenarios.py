@@ -23,7 +23,7 @@ from benchmarks.scenarios import (
 from benchmarks.sending import FIRST_ID, Prompts, Sender
 from ropewalk.studies.bench.load import open_client
 from ropewalk.studies.bench.target import find_target
-from tests.sse_server import DONE, Script, SseServer, data, serving, token
+from tests.servers.sse_server import DONE, Script, SseServer, data, serving, token
 
 pytestmark = pytest.mark.alone
 

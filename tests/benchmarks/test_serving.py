@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.serving import main
-from tests.processes import Server
-from tests.sse_server import DONE, Script, SseServer, data, serving, token
+from tests.servers.processes import Server
+from tests.servers.sse_server import DONE, Script, SseServer, data, serving, token
 
 # The scripted server answers with eight tokens to a prompt of 2,048, as `prefill-2048` asks.
 PROMPT, OUTPUT = 2048, 8

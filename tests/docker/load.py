@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 # The embedded model's buckets; it was trained on 256 tokens and is served to 2,048.
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]

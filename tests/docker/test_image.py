@@ -19,7 +19,7 @@ import torch
 from ropewalk.server.settings.load import ServeSettings
 from tests.docker.dockerfile import ROOT, STAGES, instructions
 from tests.docker.real_nginx import free_address
-from tests.processes import Server
+from tests.servers.processes import Server
 
 COPIED = [
     word

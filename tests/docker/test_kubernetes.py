@@ -19,7 +19,7 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError, load_set
 from ropewalk.server.startup.gate import key_table_of
 from ropewalk.server.startup.lifecycle import _FAREWELL_S
 from tests.docker.dockerfile import instructions
-from tests.processes import running_server
+from tests.servers.processes import running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "docker/kubernetes.yaml"

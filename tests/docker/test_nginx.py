@@ -18,7 +18,7 @@ from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.gate import body_limits_of
 from tests.docker.real_nginx import Nginx, binary, free_address, running_nginx
 from tests.docker.real_prometheus import DOCKER, wait_until
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 pytestmark = pytest.mark.costly(by="file")
 

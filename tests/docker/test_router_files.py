@@ -20,7 +20,7 @@ from tests.docker.real_prometheus import DOCKER
 from tests.docker.test_kubernetes import OBJECTS, missing
 from tests.docker.test_prometheus import promtool
 from tests.docker.test_replicas import patched, read
-from tests.processes import running_server, without_replicas
+from tests.servers.processes import running_server, without_replicas
 
 COMPOSE, ALONE = read("compose.router.yaml"), read("compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

@@ -34,7 +34,7 @@ def serve_on_a_device_that_breaks() -> None:
     from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
     from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
     from ropewalk.model_runtime.runner.model_runner import ModelRunner
-    from tests.engines import deployment_of, request
+    from tests.doubles.engines import deployment_of, request
 
     checkpoint = load_checkpoint(EMBEDDED_MODEL, device="cuda")
     config = EngineConfig(kv_cache_tokens=4096, max_model_len=2048)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
 import pytest, torch
-from tests.device_faults import end_if_the_device_failed
+from tests.doubles.device_faults import end_if_the_device_failed
 
 @pytest.fixture(autouse=True)
 def _device_works(monkeypatch, request):

@@ -9,8 +9,8 @@ from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import EngineFactory, answer, deployment_of, num_same, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, num_same, request
+from tests.oracles.draft_adversary import Counted, tell, use_adversary
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from ropewalk.model_runtime.engine.kv_disk.offload.device_pages import DevicePages, SideStream
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.engines import EngineFactory, answer, deployment_of, num_same, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, num_same, request
 from tests.model_runtime.engine.kv_disk.disk_engines import Server, written
 
 pytestmark = [

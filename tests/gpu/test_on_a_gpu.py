@@ -22,7 +22,7 @@ from ropewalk.model_runtime.attention.prompt_groups import Mask
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine.memory_profile import CudaMeter
+from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter
 from ropewalk.model_runtime.gpu import flash as triton_flash
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
@@ -31,11 +31,11 @@ from ropewalk.model_runtime.request import FinishReason
 from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
-from tests.attention_cases import Case, Laid, relative_error
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
-from tests.engines import EngineFactory, Result, answer, deployment_of, num_same, request
-from tests.exact_flash import exact_flash
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
+from tests.oracles.attention_cases import Case, Laid, relative_error
+from tests.oracles.exact_flash import exact_flash
 
 pytestmark = [
     pytest.mark.gpu,
@@ -202,8 +202,8 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     for package in ("pydantic_settings", "prometheus_client"):
         pytest.importorskip(package, reason="settings are the server's")
     from ropewalk.server.settings.load import load_settings
-    from ropewalk.server.startup.model_facts import facts_of
-    from ropewalk.server.startup.serving_plan import plan_serving
+    from ropewalk.server.startup.planning.model_facts import facts_of
+    from ropewalk.server.startup.planning.serving_plan import plan_serving
 
     meter = CudaMeter(on_gpu.device)
     meter.reset()

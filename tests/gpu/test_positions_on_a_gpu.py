@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
 
 pytestmark = [
     pytest.mark.gpu,

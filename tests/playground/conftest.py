@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 # Tests run as root in containers, where Chromium's sandbox cannot start.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")

@@ -11,7 +11,7 @@ import httpx
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.playground.conftest import ARGUMENTS, watched
-from tests.processes import running_server
+from tests.servers.processes import running_server
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 _MARGIN = 8  # pixels around a part of the page

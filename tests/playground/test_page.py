@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from ropewalk.server.page.page_files import HEADERS, page_files
 from tests.playground.conftest import Watched, watched
-from tests.processes import Server
+from tests.servers.processes import Server
 
 PAGE = Path(__file__).parents[2] / "docs/playground.md"
 PROMPT = "def add(a, b):\n    return"

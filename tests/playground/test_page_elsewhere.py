@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, expect
 
 from ropewalk.server.terminal.top import quantile
 from tests.playground.conftest import Watched, watched
-from tests.processes import Server, command
+from tests.servers.processes import Server, command
 
 pytestmark = pytest.mark.costly(by="file")
 

@@ -8,7 +8,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, expect
 
 from tests.playground.conftest import Watched, watched
-from tests.processes import Server
+from tests.servers.processes import Server
 
 pytestmark = pytest.mark.costly(by="file")
 

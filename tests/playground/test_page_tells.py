@@ -5,7 +5,7 @@ import pytest
 from playwright.sync_api import Route, expect
 
 from tests.playground.conftest import Watched
-from tests.processes import Server
+from tests.servers.processes import Server
 
 pytestmark = pytest.mark.costly(by="file")
 

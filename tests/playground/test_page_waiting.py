@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.playground.conftest import Watched, watched
-from tests.processes import Server
+from tests.servers.processes import Server
 
 pytestmark = pytest.mark.costly(by="file")
 

@@ -21,9 +21,9 @@ from ropewalk.model_runtime.loading import checkpoint
 from ropewalk.model_runtime.loading.load_progress import faults_of
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.runner import backends
-from tests.engines import EngineFactory, answer, checkpoint_of, request
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, request
 from tests.processors import OLDER
-from tests.tiny_models import in_dtype, tiny_model
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

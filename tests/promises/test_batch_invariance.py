@@ -17,8 +17,8 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
-from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import (
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     Result,
     answer,
@@ -27,8 +27,8 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.runner_spy import RunnerSpy
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.runner_spy import RunnerSpy
+from tests.oracles.draft_adversary import Counted, tell, use_adversary
 
 # method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
 MIX: list[tuple[str, float, bool, int, int]] = [

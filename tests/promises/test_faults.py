@@ -20,7 +20,7 @@ from ropewalk.model_runtime.errors import EngineStoppedError
 from ropewalk.model_runtime.layers.merged_linear import MergedPart
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Output
-from tests.engines import (
+from tests.doubles.engines import (
     EngineFactory,
     Preemptions,
     Result,
@@ -29,7 +29,7 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.scripted_model import Script
+from tests.doubles.scripted_model import Script
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory"),

@@ -18,7 +18,8 @@ from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.penalties import SeenTokens
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample
 from ropewalk.rope import Policy, Yarn
-from tests.engines import (
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     Result,
     answer,
@@ -26,8 +27,7 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.runner_spy import RunnerSpy
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.doubles.runner_spy import RunnerSpy
 
 L = 64
 YARN = {"rope_type": "yarn", "factor": 4.0}

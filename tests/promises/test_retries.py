@@ -8,8 +8,8 @@ import torch
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
 from ropewalk.model_runtime.engine import postprocess
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.deferred_runner import Answers, core_of
-from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.doubles.deferred_runner import Answers, core_of
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 
 
 def test_a_rotation_table_without_memory_is_built_at_the_retry(

@@ -7,9 +7,9 @@ import torch
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.rope import Yarn
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.promises.test_static_parity import reference_logprobs
-from tests.tiny_models import tiny_model
 
 # Layers 4 and 5 read the keys and values of layers 2 and 3.
 SHARED = {

@@ -18,8 +18,8 @@ from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttenti
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
-from tests.draft_adversary import Adversary, Counted, tell, use_adversary
-from tests.engines import (
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     Result,
     answer,
@@ -29,8 +29,8 @@ from tests.engines import (
     tiny_checkpoint,
 )
 from tests.fixed_costs import fix_step_costs
-from tests.sealed_reference import BITS, ReferenceModel
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
+from tests.oracles.sealed_reference import BITS, ReferenceModel
 
 KINDS = [*BITS, "bfloat16"]  # the last one rounds when it writes, and seals nothing
 PAGE = 32

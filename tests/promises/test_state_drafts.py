@@ -19,13 +19,20 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
-from tests.draft_adversary import Adversary, Counted, tell, use_adversary
-from tests.engines import EngineFactory, Result, answer, checkpoint_of, deployment_of, request
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.engines import (
+    EngineFactory,
+    Result,
+    answer,
+    checkpoint_of,
+    deployment_of,
+    request,
+)
+from tests.doubles.tokens import byte_tokenizer
 from tests.fixed_costs import fix_step_costs
+from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
 from tests.promises.test_batch_invariance import Company
 from tests.sampling import sampled
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
 
 MOST = 15
 PAGE = 16

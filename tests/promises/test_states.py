@@ -17,8 +17,9 @@ from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
-from tests.adversarial_weights import Change, norms_with_zeros, outlier_rows
-from tests.engines import (
+from tests.checkpoints.adversarial_weights import Change, norms_with_zeros, outlier_rows
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_config, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     Preemptions,
     Result,
@@ -27,10 +28,9 @@ from tests.engines import (
     deployment_of,
     request,
 )
+from tests.doubles.tokens import byte_tokenizer_fast
 from tests.model_runtime.loading.test_adversarial_weights import check_served
 from tests.promises.test_batch_invariance import SharedForwards, mixed_requests
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_config, tiny_model
-from tests.tokens import byte_tokenizer_fast
 
 ARCHITECTURES = ("qwen3_5_text", "lfm2")
 PAGE = 16

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 
 
 def blocks(native_len: int, pairs: int) -> dict[str, dict[str, Any]]:

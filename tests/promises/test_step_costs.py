@@ -23,9 +23,9 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.engines import deployment_of, request
-from tests.scripted_model import Script
-from tests.tiny_models import VOCAB_SIZE
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import deployment_of, request
+from tests.doubles.scripted_model import Script
 
 CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=1024)
 LAYERS = 4

@@ -18,11 +18,18 @@ from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.page_groups import PageGroups, group_layers
 from ropewalk.model_runtime.request import Request
-from tests.draft_adversary import Adversary, Counted, tell, use_adversary
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import (
+    EngineFactory,
+    Result,
+    answer,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
 from tests.fixed_costs import fix_step_costs
+from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
 from tests.sampling import sampled
-from tests.tiny_models import VOCAB_SIZE
 
 PAGE = 8
 WHOLE = {"kv_cache_tokens": 4096, "max_model_len": 256, "page_size": PAGE}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_here
+from tests.servers.processes import run_here
 
 pytestmark = pytest.mark.costly(by="file")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Server, running_server
-from tests.real_client import SHORT_LEN, YARN
-from tests.real_model import RealModel, UnavailableError, real_gguf
-from tests.real_reference import Reference
+from tests.checkpoints.real_model import RealModel, UnavailableError, real_gguf
+from tests.checkpoints.real_reference import Reference
+from tests.servers.processes import Server, running_server
+from tests.servers.real_client import SHORT_LEN, YARN
 
 
 @pytest.fixture(scope="session")

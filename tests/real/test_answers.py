@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import Server
-from tests.real_client import (
+from tests.checkpoints.real_model import GEMMA3, SMOLLM2, RealModel
+from tests.checkpoints.real_reference import Reference
+from tests.servers.processes import Server
+from tests.servers.real_client import (
     CONTINUED,
     PROMPT,
     SHORT_LEN,
@@ -22,8 +24,6 @@ from tests.real_client import (
     rope_of,
     text_of,
 )
-from tests.real_model import GEMMA3, SMOLLM2, RealModel
-from tests.real_reference import Reference
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
 

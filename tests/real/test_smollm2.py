@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from ropewalk.server.corpus.needles import SENTENCE, Needle
-from tests.openai_client import openai_client_of
-from tests.processes import Server
-from tests.real_client import CONTINUED, PROMPT, TEXT, complete, echoed, rope_of, text_of
-from tests.real_model import SMOLLM2
-from tests.real_reference import Reference
+from tests.checkpoints.real_model import SMOLLM2
+from tests.checkpoints.real_reference import Reference
+from tests.servers.openai_client import openai_client_of
+from tests.servers.processes import Server
+from tests.servers.real_client import CONTINUED, PROMPT, TEXT, complete, echoed, rope_of, text_of
 
 pytestmark = [
     pytest.mark.real,

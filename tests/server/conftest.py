@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import Server, running_server
-from tests.server.breakable import KEY, MODULE
+from tests.server.fuzz.breakable import KEY, MODULE
+from tests.servers.processes import Server, running_server
 
 
 @pytest.fixture(scope="session")

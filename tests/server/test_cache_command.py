@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk import folder as folder_module
-from ropewalk.model_runtime.engine.kv_disk import janitor
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files import folder as folder_module
+from ropewalk.model_runtime.engine.kv_disk.files import janitor
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.server import cache_command
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import checked
-from tests.processes import run_here
+from tests.servers.processes import run_here
 
 FORM = PageFormat(bytes(32), 64, 3, "bfloat16", keys_by_token=False, num_bytes=2**20 - 128)
 PAGE = memoryview(bytes(FORM.num_bytes))

@@ -13,11 +13,11 @@ from ropewalk.cli import ropewalk
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
-from ropewalk.server.startup.dry_run import refuse_ahead
 from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.startup.load_service import load_service
-from tests import preloaded
-from tests.processes import Server, run_here, run_to_end
+from ropewalk.server.startup.planning.dry_run import refuse_ahead
+from tests.servers import preloaded
+from tests.servers.processes import Server, run_here, run_to_end
 
 
 def test_help_lists_every_setting() -> None:

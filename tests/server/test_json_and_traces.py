@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, run_to_end, running_server, without_replicas
-from tests.server.soak_watch import wait_for
+from tests.server.load.soak_watch import wait_for
 from tests.server.trace_collector import Collector, trace_collector
+from tests.servers.processes import Server, run_to_end, running_server, without_replicas
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SERVER_KIND = 2

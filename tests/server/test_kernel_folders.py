@@ -13,7 +13,8 @@ import numba
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from ropewalk.model_runtime.cpu_kernels import attention, elementwise
+from ropewalk.model_runtime.cpu_kernels import elementwise
+from ropewalk.model_runtime.cpu_kernels.attention import attention
 from ropewalk.model_runtime.cpu_kernels.experts import products
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
@@ -21,7 +22,7 @@ from ropewalk.model_runtime.cpu_kernels.sealed import seal
 from ropewalk.model_runtime.cpu_kernels.states import convolution
 from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from ropewalk.server.settings.load import SettingsError
-from tests.processes import run_to_end
+from tests.servers.processes import run_to_end
 
 # These are imported before any test: a kernel takes its folder when its module is imported.
 MODULES = (attention, elementwise, products, seal, convolution)

@@ -19,16 +19,16 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
-from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.server.disk_metrics import DiskMetrics
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.gate import checked
-from ropewalk.server.startup.serving_plan import ModelFacts, plan_serving
-from tests.processes import Server, run_here, running_server, without_replicas
-from tests.progress import say
+from ropewalk.server.startup.planning.banner_lines import describe
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
+from tests.servers.processes import Server, run_here, running_server, without_replicas
+from tests.servers.progress import say
 
 pytestmark = without_replicas
 

@@ -13,11 +13,11 @@ import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup import gate
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.gate import checked, key_warnings
-from tests.processes import Server, running_server, without_replicas
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from tests.server.test_kv_disk import ask, metrics
-from tests.valkey_server import running_store
+from tests.servers.processes import Server, running_server, without_replicas
+from tests.servers.valkey_server import running_store
 
 pytestmark = without_replicas
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ropewalk.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
-from ropewalk.model_runtime.formats.gguf_config import llama3_divisors_P
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written
+from ropewalk.model_runtime.formats.gguf.gguf_config import llama3_divisors_P
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (

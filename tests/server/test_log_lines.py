@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_to_end
 from tests.server.access.log_reader import fields_of
+from tests.servers.processes import run_to_end
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.server.soak_watch import wait_for
+from tests.server.load.soak_watch import wait_for
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from ropewalk.model_runtime.attention.batch import Batch, Place
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages
-from ropewalk.model_runtime.cpu_kernels.attention import TILE
+from ropewalk.model_runtime.cpu_kernels.attention.attention import TILE
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Destinations, Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Destinations, Numbers
 from ropewalk.model_runtime.cpu_kernels.sealed.attention import ACCESS, attend_sealed
 from ropewalk.model_runtime.cpu_kernels.sealed.seal import write_pages
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ropewalk.model_runtime.cpu_kernels.activations import KINDS, activate
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.elementwise import row_shares
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, as_they_are
 from ropewalk.model_runtime.cpu_kernels.threads import parallel_for

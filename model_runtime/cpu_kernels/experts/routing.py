@@ -9,10 +9,10 @@ Shapes: R = rows, E = experts, C = choices of a row, T = terms of a softmax.
 
 import numpy as np
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.experts.products import Integers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, exp, load, store
 
 _NAN = np.float32(np.nan)

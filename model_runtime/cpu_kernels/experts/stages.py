@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import narrow
 from ropewalk.model_runtime.cpu_kernels.experts.gates import Gate, gate_panels
 from ropewalk.model_runtime.cpu_kernels.experts.products import (
@@ -32,7 +33,6 @@ from ropewalk.model_runtime.cpu_kernels.experts.products import (
 )
 from ropewalk.model_runtime.cpu_kernels.experts.routing import route
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, pointer_to, store
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
 

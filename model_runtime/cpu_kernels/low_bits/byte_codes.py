@@ -20,18 +20,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import store_sums
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import store_sums
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
-from ropewalk.model_runtime.cpu_kernels.low_bits.integer_dot import INTS
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
     emit_words,
     further,
     prefetch_at,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded_rows import Records, joined
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import Records, joined
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, target_features, vectors
 

@@ -17,9 +17,9 @@ from numba import carray, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_pair_products, add_products
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import add_pair_products, add_products
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, PAIRS, ROUNDED

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     emit_pair_broadcast,
     emit_pair_products,
     emit_pair_store,

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import load_sums, no_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, no_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import prefetch_at

@@ -11,8 +11,21 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ropewalk.model_runtime.cpu_kernels.attention import TILE, Source, attention_kernel, room
-from ropewalk.model_runtime.cpu_kernels.attention_dot import SINGLY
+from ropewalk.model_runtime.cpu_kernels.attention.attention import (
+    TILE,
+    Source,
+    attention_kernel,
+    room,
+)
+from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import SINGLY
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
+    AngleArrays,
+    Destinations,
+    Floats,
+    FusedStep,
+    Ints,
+    Numbers,
+)
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.fused_decode import (
     DIM,
@@ -24,14 +37,6 @@ from ropewalk.model_runtime.cpu_kernels.fused_decode import (
     Access,
 )
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
-    AngleArrays,
-    Destinations,
-    Floats,
-    FusedStep,
-    Ints,
-    Numbers,
-)
 from ropewalk.model_runtime.cpu_kernels.sealed.records import (
     SealedPages,
     Sides,

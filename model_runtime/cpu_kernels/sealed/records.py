@@ -21,8 +21,13 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
+    AngleArrays,
+    Floats,
+    Ints,
+    Numbers,
+)
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import AngleArrays, Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
     emit_floats,

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.model_runtime.cpu_kernels.elementwise import widen
-from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     Destinations,
     Floats,
     Ints,
     Numbers,
     SequenceArrays,
 )
+from ropewalk.model_runtime.cpu_kernels.elementwise import widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.sealed.records import Bytes, SealedPages, Sides
 
 _LEAST_STEP, _MOST = np.float32(2.0**-14), np.float32(65504.0)  # the normal numbers of float16

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.model_runtime.cpu_kernels.activations import silu
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     broadcast,

@@ -11,6 +11,13 @@ D = dimensions of a value, W = taps, F = fields.
 import numpy as np
 from numba import carray
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
+    Floats,
+    FusedStep,
+    Ints,
+    Numbers,
+    StateArrays,
+)
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.fused_decode import (
     ADDRESS,
@@ -39,13 +46,6 @@ from ropewalk.model_runtime.cpu_kernels.fused_decode import (
     VALUE_DIM,
 )
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
-    Floats,
-    FusedStep,
-    Ints,
-    Numbers,
-    StateArrays,
-)
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, pointer_to
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import gated_delta

@@ -12,13 +12,15 @@ from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderError, open_root
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import SMALLEST_CAP, FolderStore
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
     Records,
     plain_check,
     sealed_check,
 )
-from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
 from ropewalk.model_runtime.engine.kv_disk.identity import (
     WeightFiles,
     arithmetic_facts,
@@ -27,14 +29,12 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
     identity_of,
     model_facts,
 )
-from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP, FolderStore
-from ropewalk.model_runtime.engine.kv_disk.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Reader
-from ropewalk.model_runtime.engine.kv_disk.store_url import NEEDS_CLIENT, parse_store_url
+from ropewalk.model_runtime.engine.kv_disk.stores.store_url import NEEDS_CLIENT, parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
-from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.size_text import size_text
@@ -174,7 +174,7 @@ def _folder(
 def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
     """Return the store of kv_store; nothing connects yet. Raises ModelError without its client."""
     try:
-        from ropewalk.model_runtime.engine.kv_disk.valkey_store import (  # noqa: PLC0415  # an extra
+        from ropewalk.model_runtime.engine.kv_disk.stores.valkey_store import (  # noqa: PLC0415  # an extra
             ValkeyStore,
         )
     except ImportError as error:

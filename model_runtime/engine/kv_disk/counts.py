@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ropewalk.model_runtime.engine.kv_disk.page_file import Reason
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import Reason
 
 _FIRST_PAUSE_S = 60.0
 _LONGEST_PAUSE_S = 3600.0

@@ -16,7 +16,7 @@ import structlog
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
-from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.scheduling.read_plan import Pages, stored_key
 

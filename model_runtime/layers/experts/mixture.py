@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.experts.gates import Gate
 from ropewalk.model_runtime.cpu_kernels.experts.routing import routed
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     FLOAT32,
     RowProducts,

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
 from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     AttentionParams,
     FusedStep,
     Ints,
     Numbers,
 )
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from ropewalk.model_runtime.cpu_kernels.threads import (
     ABORT,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Numbers
 from ropewalk.model_runtime.layers.fused.program import Program
 
 _LINE = 64  # bytes of a cache line, at which a slot begins

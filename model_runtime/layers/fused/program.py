@@ -16,7 +16,7 @@ import numpy as np
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.layers.fused.mixtures import stage_fields
 from ropewalk.model_runtime.layers.fused.operations import (
     Activate,

@@ -21,7 +21,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
     LayerPlan,
     StateCall,
 )
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
 from ropewalk.model_runtime.layers.fused.operations import (

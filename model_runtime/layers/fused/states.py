@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import PagedStep
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, Numbers, StateArrays
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, Numbers, StateArrays
 from ropewalk.model_runtime.layers.fused.operations import Advance
 from ropewalk.model_runtime.layers.fused.program import Instruction
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertProduct
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded_products import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_products import (
     RoundedProducts,
     rounding_of,
 )

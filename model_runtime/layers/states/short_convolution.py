@@ -20,8 +20,8 @@ from ropewalk.model_runtime.attention.paged_attention import (
 )
 from ropewalk.model_runtime.attention.state_store import LayerStates
 from ropewalk.model_runtime.cpu_kernels import fused_decode
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
 from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 Made = TypeVar("Made")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf_hybrids import Order
+from ropewalk.model_runtime.formats.gguf.gguf_hybrids import Order
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix, LowBitExperts, is_experts
 from ropewalk.model_runtime.layers.low_bits.modules import (
     LowBitEmbedding,

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
 from ropewalk.model_runtime.loading.model_config import ModelConfig, weight_files
 
 if TYPE_CHECKING:
-    from ropewalk.model_runtime.formats.gguf_file import TensorInfo
+    from ropewalk.model_runtime.formats.gguf.gguf_file import TensorInfo
 
 _GGUF_EMBEDDING, _GGUF_HEAD, _GGUF_ROUTER = "token_embd.weight", "output.weight", "gate_inp"
 _GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
@@ -109,8 +109,8 @@ def _expert_matrices(name: str, shape: tuple[int, ...], width: int) -> list[tupl
 
 
 def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
-    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415  # imports numpy
-    from ropewalk.model_runtime.formats.gguf_sizes import served_tensors  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415  # imports numpy
+    from ropewalk.model_runtime.formats.gguf.gguf_sizes import served_tensors  # noqa: PLC0415
 
     found, tensors = Storage(), served_tensors(read_gguf(path))
     for name, info in tensors.items():
@@ -135,10 +135,10 @@ def header_shapes(outline: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     """Yield the names and shapes of the weights in a checkpoint's files."""
     path = Path(outline.source)
     if path.is_file():
-        from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # imports numpy
+        from ropewalk.model_runtime.formats.gguf.gguf_file import (  # noqa: PLC0415  # imports numpy
             read_gguf,
         )
-        from ropewalk.model_runtime.formats.gguf_sizes import served_tensors  # noqa: PLC0415
+        from ropewalk.model_runtime.formats.gguf.gguf_sizes import served_tensors  # noqa: PLC0415
 
         found = served_tensors(read_gguf(path))
         yield from ((name, tuple(each.shape)) for name, each in found.items())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, ROUNDED
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.server.settings.load import ServeSettings, SettingsError, format_contradictions
-from ropewalk.server.startup.serving_plan import ServingPlan
+from ropewalk.server.startup.planning.serving_plan import ServingPlan
 
 _BY_LOSS = (EXACT, ROUNDED, *FORMATS)  # the smallest first
 _FEWER_SEQUENCES = (8, 1)  # each has an open page

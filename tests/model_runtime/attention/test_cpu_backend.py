@@ -12,7 +12,7 @@ from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
-from ropewalk.model_runtime.cpu_kernels import attention_dot
+from ropewalk.model_runtime.cpu_kernels.attention import attention_dot
 from ropewalk.rope import Linear, Profile, Unscaled, Yarn, native_rope
 
 HEADS, KEY_HEADS, DIM = 6, 2, 24

@@ -8,8 +8,8 @@ from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, RopeConfigError, SelfExtend
-from tests import position_oracle as oracle
-from tests.range_cases import CPU, LAYERS, METHODS, PAGE, PlacedReads, largest_error
+from tests.oracles import position_oracle as oracle
+from tests.oracles.range_cases import CPU, LAYERS, METHODS, PAGE, PlacedReads, largest_error
 
 
 @pytest.mark.sampled(by="name")

@@ -20,8 +20,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.page_groups import group_layers
 from ropewalk.model_runtime.runner.backends import rounded_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.attention_cases import Laid, cases, relative_error
-from tests.engines import (
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     answer,
     checkpoint_of,
@@ -29,8 +29,8 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.range_cases import CPU, METHODS, PlacedReads, largest_error
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.oracles.attention_cases import Laid, cases, relative_error
+from tests.oracles.range_cases import CPU, METHODS, PlacedReads, largest_error
 
 ROUNDED = {"kv_cache_dtype": "bfloat16"}
 PROMPT = [(at * at + 3 * at) % VOCAB_SIZE for at in range(90)]

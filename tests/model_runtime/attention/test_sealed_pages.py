@@ -15,10 +15,10 @@ from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttenti
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
-from tests import position_oracle as oracle
-from tests.range_cases import CPU, DIM, HEADS, KEY_HEADS, LAYERS, PlacedReads, largest_error
-from tests.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
-from tests.sealed_reference import BITS, codes, sealed_pages
+from tests.oracles import position_oracle as oracle
+from tests.oracles.range_cases import CPU, DIM, HEADS, KEY_HEADS, LAYERS, PlacedReads, largest_error
+from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
+from tests.oracles.sealed_reference import BITS, codes, sealed_pages
 
 PAGE = 32
 METHODS: dict[str, tuple[PositionMethod, oracle.Distance]] = {

@@ -18,17 +18,17 @@ import torch
 
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
-from tests.attention_cases import Case, Laid, cases, relative_error, tolerance
+from tests.checkpoints.tiny_models import tiny_model
 from tests.compilations import CHOSEN
+from tests.doubles.tokens import byte_tokenizer
+from tests.oracles.attention_cases import Case, Laid, cases, relative_error, tolerance
 from tests.sampling import sampled
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.rotate import jit
-from tests.triton_attention import use_triton
+from tests.oracles.triton_attention import use_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.attention_cases import RELATIVE_ERROR, Case, Laid, relative_error
-from tests.exact_flash import exact_flash
+from tests.oracles.attention_cases import RELATIVE_ERROR, Case, Laid, relative_error
+from tests.oracles.exact_flash import exact_flash
 from tests.sampling import sampled
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
@@ -22,7 +22,7 @@ from ropewalk.model_runtime.attention import prompt_groups
 from ropewalk.model_runtime.attention.prompt_groups import Mask
 from ropewalk.model_runtime.gpu import flash as triton_flash
 from ropewalk.model_runtime.gpu.backend import TritonAttention
-from tests.launches import counted_launches
+from tests.doubles.launches import counted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Whole prompts, chunks behind a context, and single tokens between them.

@@ -21,8 +21,8 @@ from ropewalk.model_runtime.attention.prompt_groups import Mask
 from ropewalk.model_runtime.gpu import flash as triton_flash
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
-from tests.exact_flash import exact_flash
-from tests.range_cases import CPU, LAYERS, METHODS, PlacedReads, largest_error
+from tests.oracles.exact_flash import exact_flash
+from tests.oracles.range_cases import CPU, LAYERS, METHODS, PlacedReads, largest_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Every second one has no method: a prompt, a chunk of one that crosses chunks and windows, and

@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ropewalk.model_runtime.attention import cpu_backend
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
-from ropewalk.model_runtime.cpu_kernels import attention_dot
-from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
+from ropewalk.model_runtime.cpu_kernels.attention import attention_dot
+from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import HAS_PAIR_PRODUCTS
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
-from tests.attention_cases import Case, Laid, cases, relative_error, rotated
+from tests.oracles.attention_cases import Case, Laid, cases, relative_error, rotated
 
 CASES = {name: case for name, case in cases().items() if not name.endswith("16")}
 needs_pairs = pytest.mark.usefixtures("in_pairs")

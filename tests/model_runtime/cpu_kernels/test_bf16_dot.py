@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     FIRST,
     HAS_PAIR_PRODUCTS,
     SECOND,

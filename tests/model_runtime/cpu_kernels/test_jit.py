@@ -12,7 +12,7 @@ import pytest
 
 from ropewalk.model_runtime.cpu_kernels import fused_decode
 from ropewalk.model_runtime.cpu_kernels import jit as compiled
-from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs
+from ropewalk.model_runtime.cpu_kernels.attention.attention import attend, attend_in_pairs
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, jit
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, IN_PAIRS, WIDENED
 

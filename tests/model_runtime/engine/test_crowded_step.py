@@ -3,7 +3,7 @@
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.memory_profile import crowded_step
+from ropewalk.model_runtime.engine.memory.memory_profile import crowded_step
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from ropewalk.model_runtime.engine import speculator
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Request
-from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
-from tests.deferred_runner import CONFIG, Answers, core_of, device_of
-from tests.draft_adversary import Adversary, Counted, tell, use_adversary
-from tests.engines import Result, deployment_of, request
-from tests.random_workloads import check, serve, workload
+from ropewalk.model_runtime.scheduling.drafts.drafter import NO_DRAFT, Draft, Drafter
+from tests.doubles.deferred_runner import CONFIG, Answers, core_of, device_of
+from tests.doubles.engines import Result, deployment_of, request
+from tests.doubles.random_workloads import check, serve, workload
+from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
 
 MOST = 7
 UNUSED = 9  # a token that no answer has

@@ -22,8 +22,8 @@ from ropewalk.model_runtime.errors import (
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Output, Request
 from ropewalk.rope import Tier
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
-from tests.scripted_model import Script
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.doubles.scripted_model import Script
 
 VOCABULARY = 199
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
+from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
 
 GIB = 2**30
 _MEMINFO = """MemTotal:       67108864 kB

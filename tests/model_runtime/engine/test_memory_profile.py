@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine import memory_profile
-from ropewalk.model_runtime.engine.cache_size import MemoryProfile
-from ropewalk.model_runtime.engine.memory_profile import (
+from ropewalk.model_runtime.engine.memory import memory_profile
+from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
+from ropewalk.model_runtime.engine.memory.memory_profile import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
     CudaMeter,
@@ -29,9 +29,9 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.ranked_draw import NOT_FOUND
 from ropewalk.model_runtime.runner.sampler import SamplingRow, in_one_transfer, rows_at
 from ropewalk.rope import Profile
-from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
-from tests.runner_spy import spy_on_every_runner
-from tests.tensor_meter import TensorMeter
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.doubles.runner_spy import spy_on_every_runner
+from tests.doubles.tensor_meter import TensorMeter
 
 GIB = 2**30
 CONFIG = EngineConfig(

@@ -13,8 +13,8 @@ from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
-from tests import position_references as references
-from tests.engines import (
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
+from tests.doubles.engines import (
     EngineFactory,
     Preemptions,
     Result,
@@ -23,7 +23,7 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.oracles import position_references as references
 
 L, PAGE = 64, 16
 METHODS: dict[str, tuple[dict[str, Any], references.Attention]] = {

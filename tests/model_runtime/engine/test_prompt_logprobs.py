@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.runner_spy import RunnerSpy
-from tests.tiny_models import VOCAB_SIZE
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.runner_spy import RunnerSpy
 
 PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(100)]
 

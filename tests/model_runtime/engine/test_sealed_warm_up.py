@@ -13,7 +13,7 @@ from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from tests.engines import answer, deployment_of, request
+from tests.doubles.engines import answer, deployment_of, request
 
 def compiled():
     found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]

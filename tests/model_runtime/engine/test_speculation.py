@@ -14,10 +14,10 @@ from ropewalk.model_runtime.engine import speculator
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
-from tests.draft_adversary import Adversary, Counted, take_all, tell, use_adversary
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.fixed_costs import fix_step_costs
-from tests.tiny_models import VOCAB_SIZE
+from tests.oracles.draft_adversary import Adversary, Counted, take_all, tell, use_adversary
 
 MOST = 15
 

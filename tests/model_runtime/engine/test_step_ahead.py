@@ -11,9 +11,9 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Request
-from tests.deferred_runner import Answers, core_of, device_of
-from tests.engines import deployment_of, request
-from tests.random_workloads import YARN, Workload, check, serve, workload
+from tests.doubles.deferred_runner import Answers, core_of, device_of
+from tests.doubles.engines import deployment_of, request
+from tests.doubles.random_workloads import YARN, Workload, check, serve, workload
 
 
 @pytest.mark.sampled(fixed=2, drawn=2)

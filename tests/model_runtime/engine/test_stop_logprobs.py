@@ -15,9 +15,9 @@ from ropewalk.model_runtime.request import (
     SamplingParams,
     TokenLogprob,
 )
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.scripted_model import Script
-from tests.tokens import byte_tokenizer
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.scripted_model import Script
+from tests.doubles.tokens import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 NOWHERE: Any = None  # a placement, which answers do not read

@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
-from tests.engines import deployment_of, tiny_checkpoint
-from tests.triton_attention import use_triton
+from tests.doubles.engines import deployment_of, tiny_checkpoint
+from tests.oracles.triton_attention import use_triton
 
 
 @pytest.mark.parametrize(("page_size", "max_len"), [(16, 256), (4, 256), (16, 12)])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from ropewalk.model_runtime.formats.gguf_architectures import ALTERNATIVES, ARCHITECTURES
+from ropewalk.model_runtime.formats.gguf.gguf_architectures import ALTERNATIVES, ARCHITECTURES
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
 from ropewalk.model_runtime.loading.plain_config import PlainConfig, torch_dtype
-from tests.gguf_cases import CASES, Case
-from tests.gguf_files import Written, as_float32, quantised, same_weights
+from tests.checkpoints.gguf_cases import CASES, Case
+from tests.checkpoints.gguf_files import Written, as_float32, quantised, same_weights
 from tests.gguf_page import page
 
 IDS = [case.name for case in CASES]

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats import gguf_file as file
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
-from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.formats.gguf import gguf_file as file
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import read_outline
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written, byte_vocabulary, same_weights
-from tests.processes import run_here
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written, byte_vocabulary, same_weights
+from tests.servers.processes import run_here
 
 LLAMA = next(case for case in CASES if case.name == "llama")
 QWEN2 = next(case for case in CASES if case.name == "qwen2")

@@ -10,17 +10,17 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf_hybrids import logs_of_rates
+from ropewalk.model_runtime.formats.gguf.gguf_hybrids import logs_of_rates
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, ReorderedLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.gguf_cases import CASES, Case
-from tests.gguf_files import Written, quantised, same_weights
-from tests.processes import run_here
-from tests.random_blocks import like
+from tests.checkpoints.gguf_cases import CASES, Case
+from tests.checkpoints.gguf_files import Written, quantised, same_weights
+from tests.checkpoints.random_blocks import like
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.servers.processes import run_here
 
 BY_NAME = {case.name: case for case in CASES}
 QWEN = BY_NAME["qwen35"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf_architectures import config_of
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_architectures import config_of
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import read_outline
-from tests.gguf_cases import CASES, Case
-from tests.gguf_files import Written
+from tests.checkpoints.gguf_cases import CASES, Case
+from tests.checkpoints.gguf_files import Written
 
 LLAMA = next(case for case in CASES if case.name == "llama")
 PHI3 = next(case for case in CASES if case.name == "phi3")

@@ -14,10 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ropewalk.model_runtime.loading import model_config
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.gguf_files import Encode, config_metadata, file_tensors, quantised, write_file
-from tests.k_quants import q4_k
-from tests.processes import run_here, running_server
+from tests.checkpoints.gguf_files import (
+    Encode,
+    config_metadata,
+    file_tensors,
+    quantised,
+    write_file,
+)
+from tests.checkpoints.k_quants import q4_k
 from tests.sampling import sampled
+from tests.servers.processes import run_here, running_server
 
 PROMPTS = ("def area(width, height):\n", "import os\n\nfor name in ", "class Stack:\n    ")
 NUM_TOKENS = 24

@@ -9,13 +9,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats import gguf_blocks as tensors
-from ropewalk.model_runtime.formats.ggml import READ_TYPES, block_of
-from ropewalk.model_runtime.formats.gguf_blocks import read_tensor, read_values
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
-from ropewalk.model_runtime.formats.gguf_weights import half_split_rows
-from tests.gguf_files import interleaved_rows
-from tests.k_quants import q4_k
+from ropewalk.model_runtime.formats.gguf import gguf_blocks as tensors
+from ropewalk.model_runtime.formats.gguf.ggml import READ_TYPES, block_of
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import read_tensor, read_values
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_weights import half_split_rows
+from tests.checkpoints.gguf_files import interleaved_rows
+from tests.checkpoints.k_quants import q4_k
 
 ROWS, LENGTH = 12, 512
 

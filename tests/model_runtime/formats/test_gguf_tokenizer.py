@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf_file import read_gguf
-from ropewalk.model_runtime.formats.gguf_tokenizer import (
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import (
     PRE_TOKENIZERS,
     FileTokenizer,
     read_tokenizer,
 )
 from ropewalk.model_runtime.loading.gguf_checkpoint import load_gguf_tokenizer
-from tests.gguf_files import byte_vocabulary, write_file
+from tests.checkpoints.gguf_files import byte_vocabulary, write_file
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 

@@ -12,8 +12,8 @@ from ropewalk.model_runtime.formats.quantised_scheme import FORMATS
 from ropewalk.model_runtime.formats.read_scheme import _READERS, read_scheme
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
-from tests.quantised_cases import CASES, case
-from tests.quantised_files import Written, change_config
+from tests.checkpoints.quantised_cases import CASES, case
+from tests.checkpoints.quantised_files import Written, change_config
 
 ACCEPTED = "must be one of awq, compressed-tensors, fp8, gptq, mxfp4, got"
 Q_PROJ = "model.layers.0.self_attn.q_proj"

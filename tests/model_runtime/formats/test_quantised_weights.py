@@ -20,9 +20,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoin
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
 from ropewalk.model_runtime.loading.quantised_checkpoint import load_quantised
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.quantised_cases import CASES, case
-from tests.quantised_files import (
+from tests.checkpoints.quantised_cases import CASES, case
+from tests.checkpoints.quantised_files import (
     Case,
     Written,
     change_config,
@@ -30,8 +29,9 @@ from tests.quantised_files import (
     files_tensors,
     packed_words,
 )
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.tokens import byte_tokenizer_fast
 
 DTYPES = (torch.float32, torch.bfloat16)
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -36,9 +36,9 @@ from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import forget_results, shared_inputs
 from ropewalk.model_runtime.loading import checkpoint as loading
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.tiny_models import tiny_model
-from tests.triton_attention import use_triton
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.oracles.triton_attention import use_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_INTERPRETED = DEVICE.type == "cpu"

@@ -30,7 +30,7 @@ backends.has_cpu_kernels = lambda device: False
 backends.has_gpu_kernels = lambda device: True
 
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine import memory_profile
+from ropewalk.model_runtime.engine.memory import memory_profile
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment

@@ -21,8 +21,8 @@ from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_
 from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import NativeRope, Profile
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer
 
 LAYERS, PROMPT = 4, 40
 

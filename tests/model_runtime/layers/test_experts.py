@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.layers.experts.lay_out import pack
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
-from tests.tiny_models import in_dtype, tiny_model
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
 
 # Joined gate and up; transposed; transposed with gate and up in turn, biases and a clamp.
 LAYOUTS = ("qwen3_moe", "aria_text", "gpt_oss")

@@ -25,9 +25,9 @@ from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile, Yarn
-from tests.engines import checkpoint_of, tiny_checkpoint
-from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
+from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.doubles.engines import checkpoint_of, tiny_checkpoint
+from tests.doubles.tokens import byte_tokenizer
 
 CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16, num_state_slots=10)
 FUSED = [

@@ -17,12 +17,12 @@ from ropewalk.model_runtime.layers.fused.mixtures import experts_product, stage_
 from ropewalk.model_runtime.layers.fused.operations import Leave, UntraceableError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
-from tests.engines import checkpoint_of
-from tests.expert_files import FILES, expert_file
+from tests.checkpoints.expert_files import FILES, expert_file
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import checkpoint_of
+from tests.doubles.tokens import byte_tokenizer
 from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
 from tests.sampling import sampled
-from tests.tiny_models import in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
 
 SIZES = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 96}
 

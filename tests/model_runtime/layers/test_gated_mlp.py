@@ -23,7 +23,7 @@ from ropewalk.model_runtime.layers.gated_mlp import GatedMlp, fuse
 from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.layers.packed_linear import kind_of
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 
 
 def exact(both: Tensor) -> Tensor:

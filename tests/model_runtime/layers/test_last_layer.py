@@ -17,8 +17,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
 from ropewalk.studies.policies.stale_keys import StaleKeyRunner
-from tests.engines import tiny_checkpoint
-from tests.tiny_models import VOCAB_SIZE
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import tiny_checkpoint
 
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=512, page_size=16)
 ARCHITECTURES = ["llama", "cohere2", "gemma3_text", "glm4", "gpt_neox", "gpt_oss", "qwen3_moe"]

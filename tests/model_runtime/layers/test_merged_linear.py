@@ -6,7 +6,7 @@ from torch import nn
 
 from ropewalk.model_runtime.layers.merged_linear import MergedPart, join, shared_inputs
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 
 
 class Halves(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.layers.experts import outside
-from tests.tiny_models import in_dtype, tiny_model
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
 
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the norm of all rows
 CASES = [

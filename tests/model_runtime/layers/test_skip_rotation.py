@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
 from ropewalk.model_runtime.layers import skip_rotation
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 
 ARCHITECTURES = ["llama", "cohere", "gpt_neox", "phi3", "gemma3_text", "smollm3"]
 TOKENS = torch.arange(5)[None]

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
-from tests.adversarial_weights import (
+from tests.checkpoints.adversarial_weights import (
     KINDS,
     Change,
     adversarial,
@@ -26,10 +26,10 @@ from tests.adversarial_weights import (
     norms_with_zeros,
     outlier_rows,
 )
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.tokens import byte_tokenizer
 from tests.models_page import OUTSIDE, SERVED
 from tests.sampling import sampled
-from tests.tiny_models import VOCAB_SIZE
-from tests.tokens import byte_tokenizer
 
 _PAGE = 16
 _TIMES_ROUNDING = 30.0  # of transformers' own distance from float64

@@ -14,9 +14,9 @@ from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
 from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.engines import checkpoint_of, tiny_checkpoint
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import checkpoint_of, tiny_checkpoint
 from tests.models_page import NOT_TRIED, REFUSED, SERVED
-from tests.tiny_models import tiny_model
 
 
 def has_rotation(architecture: str) -> bool:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
 
 
 @pytest.fixture

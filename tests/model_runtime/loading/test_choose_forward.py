@@ -15,8 +15,8 @@ from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check, choose_forward
 from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.engines import tiny_checkpoint
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import tiny_checkpoint
 
 
 def prompts_of(architecture: str) -> PagedPrompts:

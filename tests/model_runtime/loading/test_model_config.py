@@ -25,9 +25,9 @@ from ropewalk.model_runtime.loading.model_config import (
     torch_device,
 )
 from ropewalk.model_runtime.loading.plain_config import NO_ROTATION, has_no_rotation
-from tests.engines import tiny_checkpoint
+from tests.checkpoints.tiny_models import tiny_config
+from tests.doubles.engines import tiny_checkpoint
 from tests.models_page import REFUSED, SERVED
-from tests.tiny_models import tiny_config
 
 # These have a key head for every query head, and no field for it.
 MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon", "phi"}

@@ -11,9 +11,9 @@ from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
 from ropewalk.model_runtime.probing.untouched import original_logits
+from tests.checkpoints.tiny_models import tiny_model
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 from tests.sampling import IS_WHOLE, sampled
-from tests.tiny_models import tiny_model
 
 
 def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.loading.plain_config import (
     plain_number_type,
     plain_template,
 )
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 
 FLOAT32, CPU = PlainNumberType("float32", 4), PlainDevice()
 LLAMA = {

@@ -12,9 +12,9 @@ import torch
 
 from ropewalk.model_runtime.parallel import followers
 from ropewalk.model_runtime.parallel.ranks import Ranks
-from tests import preloaded
 from tests.model_runtime.parallel.divided_models import remove_folders
-from tests.preloaded import Fork
+from tests.servers import preloaded
+from tests.servers.preloaded import Fork
 
 
 class Groups:

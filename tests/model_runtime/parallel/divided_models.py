@@ -11,8 +11,8 @@ import torch
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.parallel.ranks import Ranks
-from tests.tiny_models import SPECIAL, tiny_config, tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import SPECIAL, tiny_config, tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
 
 # Those of tests/models_page.py whose plan in transformers is one of columns and rows.
 DIVIDED = (

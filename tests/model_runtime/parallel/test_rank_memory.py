@@ -15,10 +15,10 @@ from ropewalk.model_runtime.loading import checkpoint
 from ropewalk.model_runtime.parallel.cut import MappedLinear
 from ropewalk.model_runtime.parallel.packed_cut import GatheredProduct
 from ropewalk.model_runtime.parallel.ranks import Ranks
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
 from tests.model_runtime.parallel.divided_models import divided, overrides_of, whole
 from tests.model_runtime.parallel.test_same_bits import compare
-from tests.tiny_models import in_dtype, tiny_model
-from tests.tokens import byte_tokenizer_fast
 
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=128, page_size=16)
 

@@ -19,11 +19,11 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.rope import Linear, Profile, Unscaled
 from ropewalk.rope.two_ranges import ReRope
-from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import EngineFactory, Preemptions, answer, deployment_of, request
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import EngineFactory, Preemptions, answer, deployment_of, request
 from tests.model_runtime.parallel.divided_models import DIVIDED, divided, whole
+from tests.oracles.draft_adversary import Counted, tell, use_adversary
 from tests.sampling import sampled
-from tests.tiny_models import VOCAB_SIZE
 
 CONFIG = EngineConfig(kv_cache_tokens=16 * 16, max_model_len=128, page_size=16, num_rope_tables=2)
 LONG = torch.randint(VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -130,7 +130,9 @@ def test_an_engine_on_ranks_gives_the_same_answers(
     alone = whole("llama")
     plain = engines.over(alone, observer=observers[0], **small)
     shared = divided(ranks, "llama")
-    monkeypatch.setattr("tests.engines.build_engine", partial(build_engine, make=ranks.runner))
+    monkeypatch.setattr(
+        "tests.doubles.engines.build_engine", partial(build_engine, make=ranks.runner)
+    )
     mirrored = engines.over(shared, observer=observers[1], **small)
     deployment = deployment_of(alone, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     prompts = [[*LONG[:32], *range(number, number + 40)] for number in range(8)]
@@ -172,7 +174,9 @@ def test_drafts_on_ranks_change_no_answer(
     plain = answer(engines.over(alone), *asked)
     adversary = use_adversary(monkeypatch)
     tell(adversary, 3, 0.8, list(zip(asked, plain, strict=True)))
-    monkeypatch.setattr("tests.engines.build_engine", partial(build_engine, make=ranks.runner))
+    monkeypatch.setattr(
+        "tests.doubles.engines.build_engine", partial(build_engine, make=ranks.runner)
+    )
     counted = Counted()
     engine = engines.over(shared, observer=counted, max_draft_tokens=15)
     drafted = answer(engine, *asked)

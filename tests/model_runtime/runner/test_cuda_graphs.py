@@ -29,9 +29,9 @@ from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraph
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.rope import Profile
-from tests.engines import deployment_of
-from tests.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
-from tests.triton_attention import interpreted_checkpoint
+from tests.doubles.engines import deployment_of
+from tests.doubles.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
+from tests.oracles.triton_attention import interpreted_checkpoint
 
 TABLES = 20  # places for rotation tables
 

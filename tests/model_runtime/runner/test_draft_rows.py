@@ -16,11 +16,11 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Sinks, Unscaled
-from tests.deferred_runner import Answers, DeferredRunner
-from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import Result, deployment_of, request
-from tests.recorded_runners import CONFIG, SPARE, Again, runner_of
-from tests.triton_attention import interpreted_checkpoint
+from tests.doubles.deferred_runner import Answers, DeferredRunner
+from tests.doubles.engines import Result, deployment_of, request
+from tests.doubles.recorded_runners import CONFIG, SPARE, Again, runner_of
+from tests.oracles.draft_adversary import Counted, tell, use_adversary
+from tests.oracles.triton_attention import interpreted_checkpoint
 
 TOKENS = torch.arange(200).mul(37).remainder(199).tolist()
 PROFILES = [

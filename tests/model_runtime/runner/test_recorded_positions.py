@@ -14,9 +14,9 @@ from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import DualChunk, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
-from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
-from tests.recorded_runners import CONFIG, Again, Conversations, runner_of
-from tests.triton_attention import use_triton
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.doubles.recorded_runners import CONFIG, Again, Conversations, runner_of
+from tests.oracles.triton_attention import use_triton
 
 L, PAGE = 64, 16
 METHODS = (ReRope(24), SelfExtend(24, 8), DualChunk(48, 16), Shifted(21, 6), Sinks(4, 40))

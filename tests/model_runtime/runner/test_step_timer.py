@@ -13,8 +13,8 @@ from ropewalk.model_runtime.runner import step_timer
 from ropewalk.model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.text.tokenizer import TokenStream
-from tests.engines import EngineFactory, answer, deployment_of, request
-from tests.scripted_model import Script
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.scripted_model import Script
 
 
 class Times(Observer):

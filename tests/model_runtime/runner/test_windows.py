@@ -15,17 +15,18 @@ from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import Backend
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.cpu_kernels import attention, fused_decode
+from ropewalk.model_runtime.cpu_kernels import fused_decode
+from ropewalk.model_runtime.cpu_kernels.attention import attention
 from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.scheduling.sequence import HOLE
 from ropewalk.rope import Profile, ReRope, Sinks, Unscaled
-from tests.engines import tiny_checkpoint
-from tests.recorded_runners import Again
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import tiny_checkpoint
+from tests.doubles.recorded_runners import Again
 from tests.sampling import sampled
-from tests.tiny_models import VOCAB_SIZE
 
 PAGE, WINDOW, NUM = 8, 24, 20  # NUM: pages of positions of a sequence
 CONFIG = EngineConfig(kv_cache_tokens=4 * NUM * PAGE, max_model_len=NUM * PAGE, page_size=PAGE)

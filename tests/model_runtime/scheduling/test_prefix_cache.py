@@ -14,8 +14,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.scheduling.prefix_cache import extend_keys
 from ropewalk.rope import Linear, Profile, Tier, Unscaled
-from tests.engines import EngineFactory, Result, answer, deployment_of, num_same, request
-from tests.tiny_models import VOCAB_SIZE
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 
 YARN = {"rope_type": "yarn", "factor": 8.0}
 PREFIX = [(3 * at * at + 5) % VOCAB_SIZE for at in range(130)]

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from ropewalk.model_runtime.errors import ModelError, RequestError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate, own_template
-from tests.tokens import byte_tokenizer_fast
-from tests.tool_templates import TOOL_TEMPLATES
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.tool_templates import TOOL_TEMPLATES
 
 # In the manner of those that come with instruction-tuned models.
 TEMPLATE = """{%- for message in messages -%}

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ropewalk.model_runtime.text.detokenizer import Detokenizer
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
-from tests.tokens import byte_tokenizer, byte_tokenizer_fast
+from tests.doubles.tokens import byte_tokenizer, byte_tokenizer_fast
 
 TOKENIZER = byte_tokenizer()
 # Without U+FFFD itself: at the end of an answer the library takes it for an incomplete character.

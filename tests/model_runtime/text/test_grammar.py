@@ -16,7 +16,7 @@ from ropewalk.model_runtime.request import FinishReason, Request, SamplingParams
 from ropewalk.model_runtime.runner.sampler import SamplingRow, adjusted, sample
 from ropewalk.model_runtime.text import grammar as grammar_module
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT, Grammar, GrammarCompiler
-from tests.engines import (
+from tests.doubles.engines import (
     EngineFactory,
     Preemptions,
     Result,
@@ -25,7 +25,7 @@ from tests.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.schemas import HOSTILE, SCHEMAS
+from tests.oracles.schemas import HOSTILE, SCHEMAS
 
 NUM_SEEDS = 8
 YARN = {"rope_type": "yarn", "factor": 4.0}

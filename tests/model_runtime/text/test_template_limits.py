@@ -19,8 +19,8 @@ from ropewalk.model_runtime.errors import ModelError, RequestError, TemplateLimi
 from ropewalk.model_runtime.text import template_processes
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats
-from tests.processes import children_of
-from tests.tokens import byte_tokenizer_fast
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.processes import children_of
 
 HELLO = [{"role": "user", "content": "Hello."}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -12,7 +12,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from ropewalk.model_runtime.text.grammar_trial import ANY, NONE, ONE_SPACE, checked_whitespace
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
 
 FLAT: dict[str, Any] = {
     "type": "object",

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from tests.processes import Server
-from tests.server.soak_watch import wait_for
+from tests.server.load.soak_watch import wait_for
+from tests.servers.processes import Server
 
 # As Loki, Datadog and Go's logfmt have it: a value with a space, an equals sign or a quotation mark
 # is a string of JSON.

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, running_server
 from tests.server.access.log_reader import awaited_lines, request_lines
+from tests.servers.processes import Server, running_server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 LONG = {"prompt": "a", "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}

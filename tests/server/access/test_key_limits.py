@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import Server, running_server
 from tests.server.access.log_reader import awaited_lines
+from tests.servers.processes import Server, running_server
 
 pytestmark = pytest.mark.alone
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 _PAGE = 64
 _firsts = count(100)  # each test has a prompt of its own

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.openai_client import openai_client_of
-from tests.processes import REPLICAS, Server
 from tests.sampling import not_drawn_files
+from tests.servers.openai_client import openai_client_of
+from tests.servers.processes import REPLICAS, Server
 
 _ALWAYS_BEHIND_REPLICAS = ("test_completions.py", "test_chat.py", "test_stop_logprobs.py")
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ropewalk.server.api.completion_schema import CompletionRequest
-from tests.processes import Server, running_server, without_replicas
+from tests.servers.processes import Server, running_server, without_replicas
 
 
 def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:

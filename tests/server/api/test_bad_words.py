@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 
 def text_of(server: Server, **fields: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, without_replicas
+from tests.servers.processes import Server, without_replicas
 
 TRAINED = 256
 NATIVE = {"rope_type": "default"}

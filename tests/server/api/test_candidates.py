@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 BODY: dict[str, Any] = {"prompt": "import os\n\ndef ", "max_tokens": 12, "seed": 11, "logprobs": 1}
 

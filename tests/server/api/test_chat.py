@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.openai_client import openai_client_of
-from tests.processes import Server, running_server, without_replicas
+from tests.servers.openai_client import openai_client_of
+from tests.servers.processes import Server, running_server, without_replicas
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}# {{ message.role }}: {{ message.content }}\n"

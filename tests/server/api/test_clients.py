@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import openai
 import pytest
 
-from tests.processes import Server, without_replicas
+from tests.servers.processes import Server, without_replicas
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 

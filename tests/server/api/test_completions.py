@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.processes import Server
+from tests.servers.processes import Server
 
 GREEDY: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0}
 PROMPT = "import os\nimport sys\n\ndef "

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.processes import REPLICAS, Server, run_here, running_server
+from tests.servers.processes import REPLICAS, Server, run_here, running_server
 
 FILE = """
 deployments:

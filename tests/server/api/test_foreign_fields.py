@@ -11,7 +11,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 PROMPT = "import os\n\ndef join(a, b):\n    return"
 SCHEMA = {

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 
 def test_one_model_by_name(openai_client: openai.OpenAI) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests import fixed_costs
-from tests.processes import Server, running_server
-from tests.tiny_models import tiny_config, tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import tiny_config, tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.processes import Server, running_server
 
 ARCHITECTURE = "qwen3_5_text"
 # Schemas need spaces and quotes, and the end of an answer is a zero byte.

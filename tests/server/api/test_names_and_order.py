@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import Server, run_here, running_server, without_replicas
+from tests.servers.processes import Server, run_here, running_server, without_replicas
 
 FILE = """
 scheduling_policy: priority

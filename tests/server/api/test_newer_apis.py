@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 OPTIONS: dict[str, Any] = {"temperature": 1, "seed": 5}

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from tests.processes import Server
-from tests.server.fuzz_bodies import ROUTES
+from tests.server.fuzz.fuzz_bodies import ROUTES
+from tests.servers.processes import Server
 
 
 def bodies(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, running_server, without_replicas
+from tests.servers.processes import Server, running_server, without_replicas
 
 
 def chat(url: str, num_words: int = 0, rope: dict[str, Any] | None = None, **body: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, run_here, running_server
+from tests.servers.processes import Server, run_here, running_server
 
 _METHODS = {"rerope": {"window": 64}, "self_extend": {"window": 64, "group": 16}}
 _METHODS |= {"dual_chunk": {"chunk_size": 192, "local_size": 64}}

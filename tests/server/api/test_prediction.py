@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from tests import fixed_costs
-from tests.openai_client import openai_client_of
-from tests.processes import Server, running_server
+from tests.servers.openai_client import openai_client_of
+from tests.servers.processes import Server, running_server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n\ndef "}]
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 60, "seed": 4, "temperature": 1.0}

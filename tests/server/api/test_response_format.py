@@ -14,8 +14,8 @@ import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.load_service import load_service
-from tests.processes import Server
-from tests.schemas import HOSTILE
+from tests.oracles.schemas import HOSTILE
+from tests.servers.processes import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import json"}]
 CHAT: dict[str, Any] = {"model": "ropewalk-demo", "messages": MESSAGES, "max_tokens": 200}

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server
 from tests.server.api.test_bad_input import post
+from tests.servers.processes import Server
 
 
 def test_a_field_of_the_other_route_is_told_its_route(server: Server) -> None:

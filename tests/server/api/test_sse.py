@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 pytestmark = pytest.mark.alone
 

@@ -36,8 +36,8 @@ from ropewalk.server.api.output_queue import (
 from ropewalk.server.turns.chat import _ChatAnswer
 from ropewalk.server.turns.chat_schema import ChatRequest
 from ropewalk.server.turns.chat_turn import ChatTurn
-from tests.tokens import byte_tokenizer
-from tests.virtual_time import run_at_once
+from tests.doubles.tokens import byte_tokenizer
+from tests.doubles.virtual_time import run_at_once
 
 PLAIN = {"turn": ChatTurn(messages=[]), "plan": None}  # an answer that is text
 ROUTES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "import os, sys, json"},

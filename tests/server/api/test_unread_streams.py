@@ -3,13 +3,13 @@
 import json
 from typing import Any
 
-from tests.processes import Server
-from tests.server.attack import wait_until_idle
-from tests.server.breakable import AUTHORIZED
-from tests.server.raw_http import read_replies, request
-from tests.server.soak_watch import wait_for
+from tests.server.fuzz.attack import wait_until_idle
+from tests.server.fuzz.breakable import AUTHORIZED
+from tests.server.fuzz.raw_http import read_replies, request
+from tests.server.load.soak_watch import wait_for
+from tests.server.load.test_slow_clients import opened
 from tests.server.test_metrics import samples, value
-from tests.server.test_slow_clients import opened
+from tests.servers.processes import Server
 
 _MAX_TOKENS = 2000
 _TAKEN = 300  # tokens of the one that reads: several times the bound

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import Server, run_here, running_server
+from tests.servers.processes import Server, run_here, running_server
 
 ROUTES = [
     ("GET", "/v1/models"),

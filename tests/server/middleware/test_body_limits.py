@@ -10,7 +10,7 @@ import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import body_limits_of
-from tests.processes import Server
+from tests.servers.processes import Server
 
 _LONGEST = 2048  # tokens of the embedded model
 _MAX_BYTES = 2**20 + 64 * _LONGEST

@@ -12,8 +12,8 @@ from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.middleware.head_checks import AllowedHosts
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import access_policy_of
-from tests.processes import Server
-from tests.server.raw_http import address_of, connection, exchange, read_replies
+from tests.server.fuzz.raw_http import address_of, connection, exchange, read_replies
+from tests.servers.processes import Server
 
 _TWO_REQUESTS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -14,7 +14,7 @@ import pytest
 from ropewalk.server.middleware.auth import OPEN_PATHS
 from ropewalk.server.page.docs_page import address_of, render
 from ropewalk.server.page.schema_words import example, field_rows, kind
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 POLICY = r"default-src 'none'; style-src 'sha256-[\w+/=]{44}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # noqa: E501  # one header
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.processes import Server
+from tests.servers.processes import Server
 
 _READY_S = 120
 

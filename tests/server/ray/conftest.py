@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 pytest.importorskip("ray", reason="Ray is an extra: make test-ray")
 

@@ -11,8 +11,8 @@ import pytest
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.ray.autoscale import by_tokens, load_of
-from tests.processes import running_server
 from tests.server.ray.cluster import body, metrics_of, stream
+from tests.servers.processes import running_server
 
 pytestmark = pytest.mark.ray
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import Server, command, running_server
 from tests.server.ray.cluster import (
     actors_of,
     is_alive,
@@ -24,6 +23,7 @@ from tests.server.ray.cluster import (
     wait_for_replicas,
     wait_until,
 )
+from tests.servers.processes import Server, command, running_server
 
 pytestmark = pytest.mark.ray
 

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from tests.processes import Server
 from tests.server.ray.cluster import (
     Answer,
     actors_of,
@@ -17,6 +16,7 @@ from tests.server.ray.cluster import (
     wait_for_replicas,
     wait_until,
 )
+from tests.servers.processes import Server
 
 pytestmark = pytest.mark.ray
 

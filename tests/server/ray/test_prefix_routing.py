@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.processes import Server, running_server
-from tests.progress import say
 from tests.server.ray.cluster import metrics_of, total
+from tests.servers.processes import Server, running_server
+from tests.servers.progress import say
 
 pytestmark = pytest.mark.ray
 

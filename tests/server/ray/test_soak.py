@@ -9,8 +9,6 @@ import time
 import httpx
 import pytest
 
-from tests.processes import Server
-from tests.progress import say
 from tests.server.ray.cluster import (
     Answer,
     body,
@@ -21,6 +19,8 @@ from tests.server.ray.cluster import (
     total,
     wait_for_replicas,
 )
+from tests.servers.processes import Server
+from tests.servers.progress import say
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
-from tests.processes import Server, running_server
+from tests.servers.processes import Server, running_server
 
 
 class Restarted:

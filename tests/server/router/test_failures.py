@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, running_server, without_replicas
 from tests.server.router.in_namespace import MODULE, VARIABLE
 from tests.server.router.restarted import restarted
 from tests.server.router.test_route import (
@@ -32,6 +31,7 @@ from tests.server.router.test_route import (
     routed,
     until,
 )
+from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas
 

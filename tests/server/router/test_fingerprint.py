@@ -11,12 +11,12 @@ from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.api.fingerprint import Fingerprint
-from ropewalk.server.router.facts import Facts, difference, facts_of, why_none_goes_on
+from ropewalk.server.router.fleet.facts import Facts, difference, facts_of, why_none_goes_on
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup import fingerprint
 from ropewalk.server.startup.load_service import load_service
-from tests.processes import Server, running_server, without_replicas
 from tests.server.router.test_route import FLAGS, KEY, metric, routed, until
+from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas
 

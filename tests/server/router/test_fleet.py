@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.upstream import Exchange, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 from tests.server.router.other_server import OtherServer, other_server

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ropewalk.server.router.fleet_page import FleetPage
+from ropewalk.server.router.fleet.fleet_page import FleetPage
 
 ADDRESSES = ("http://a:1", "http://b:1")
 

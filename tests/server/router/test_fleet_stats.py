@@ -8,7 +8,7 @@ import pytest
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.page.stats import read_stats
-from ropewalk.server.router.fleet_stats import FleetStats
+from ropewalk.server.router.fleet.fleet_stats import FleetStats
 
 ADDRESSES = ("http://a:1", "http://b:1")
 

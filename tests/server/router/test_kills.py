@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.processes import without_replicas
 from tests.server.router.restarted import Restarted, restarted
 from tests.server.router.test_route import (
     FLAGS,
@@ -30,6 +29,7 @@ from tests.server.router.test_route import (
     metric,
     routed,
 )
+from tests.servers.processes import without_replicas
 
 pytestmark = without_replicas
 

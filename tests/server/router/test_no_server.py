@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from tests.processes import running_server
 from tests.server.router.test_route import until
+from tests.servers.processes import running_server
 
 
 def test_without_a_server_looks_fail_at_once_and_generation_waits() -> None:

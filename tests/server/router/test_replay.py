@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.forward import Asked, Forwarder
 from ropewalk.server.router.replay import (
     DivergedError,

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, running_server, without_replicas
 from tests.server.router.other_server import OtherServer, other_server
+from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas
 

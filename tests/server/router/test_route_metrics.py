@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.processes import running_server, without_replicas
 from tests.server.router.other_server import other_server
 from tests.server.router.restarted import restarted
 from tests.server.router.test_route import FLAGS, ROUTER, Reader, metric, routed, until
+from tests.servers.processes import running_server, without_replicas
 
 pytestmark = without_replicas
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.upstream import Server, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 

@@ -12,7 +12,7 @@ from ropewalk.server.serve_command import serve
 from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.studies.inspection.command import inspect
-from tests.processes import run_here
+from tests.servers.processes import run_here
 from tests.settings_page import foreign_table
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ import pytest
 
 from ropewalk.server.settings.load import SettingsError
 from ropewalk.server.settings.route_settings import load_route_settings
-from tests.processes import run_here
+from tests.servers.processes import run_here
 
 URL = "http://10.0.0.1:8000"
 

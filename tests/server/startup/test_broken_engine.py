@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import Server
-from tests.server.attack import wait_until_idle
-from tests.server.breakable import AUTHORIZED, BREAK, DIE, MODULE, STALL
-from tests.server.soak_watch import wait_for
+from tests.server.fuzz.attack import wait_until_idle
+from tests.server.fuzz.breakable import AUTHORIZED, BREAK, DIE, MODULE, STALL
+from tests.server.load.soak_watch import wait_for
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
+from tests.servers.processes import Server
 
 _BUSY = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 4, "stream": True}
 _BUSY_S = 2.0  # twice what a step may take in that server

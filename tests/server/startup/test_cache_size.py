@@ -9,18 +9,23 @@ import torch
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
-from ropewalk.model_runtime.engine import cache_size
-from ropewalk.model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
-from ropewalk.model_runtime.engine.machine_memory import MachineMemory
-from ropewalk.model_runtime.engine.memory_profile import CudaMeter
+from ropewalk.model_runtime.engine.memory import cache_size
+from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, affordable_bytes
+from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
+from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.rope import Profile
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup import dry_run, model_facts
-from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of, refuse_ahead
-from ropewalk.server.startup.model_facts import facts_of
-from ropewalk.server.startup.serving_plan import ModelFacts, num_profiles, plan_serving, profiles_of
+from ropewalk.server.startup.planning import dry_run, model_facts
+from ropewalk.server.startup.planning.banner_lines import describe
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of, refuse_ahead
+from ropewalk.server.startup.planning.model_facts import facts_of
+from ropewalk.server.startup.planning.serving_plan import (
+    ModelFacts,
+    num_profiles,
+    plan_serving,
+    profiles_of,
+)
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")

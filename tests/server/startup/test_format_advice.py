@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.planning.format_advice import format_advice
 from ropewalk.studies.doctor.model import check_model
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import command
 from tests.server.startup.test_lifecycle import process
+from tests.servers.processes import command
 
 
 @pytest.mark.long

@@ -11,11 +11,11 @@ from transformers import AutoConfig
 from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, INDEX, SINGLE
 from ropewalk.model_runtime.loading.plain_config import PLAIN_TYPES, text_values
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written
 from tests.models_page import SERVED
-from tests.processes import run_here
 from tests.server.test_light_imports import HEAVY_OF_A_LOAD, run
+from tests.servers.processes import run_here
 
 CONFIG = json.loads((EMBEDDED_MODEL / "config.json").read_text())
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0}

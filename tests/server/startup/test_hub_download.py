@@ -15,8 +15,8 @@ from ropewalk.model_runtime.loading.hub.local_model import local_model
 from ropewalk.model_runtime.loading.hub.wanted import Wanted
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
-from tests.hub_server import MODEL, FakeHub, serving, use_hub
-from tests.processes import command, run_here
+from tests.servers.hub_server import MODEL, FakeHub, serving, use_hub
+from tests.servers.processes import command, run_here
 
 FILES = {path.name: path.read_bytes() for path in EMBEDDED_MODEL.iterdir() if path.is_file()}
 

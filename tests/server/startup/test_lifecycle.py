@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from ropewalk.server.process.hangups import SignalTimes
-from tests import preloaded
-from tests.preloaded import Fork
-from tests.processes import command
+from tests.servers import preloaded
+from tests.servers.preloaded import Fork
+from tests.servers.processes import command
 
 # Random tokens, because drafts would answer repeated ones within a few probes.
 LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}

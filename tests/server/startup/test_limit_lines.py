@@ -7,9 +7,9 @@ import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.banner_lines import describe, draft_line, limit_lines
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.serving_plan import ModelFacts, plan_serving
+from ropewalk.server.startup.planning.banner_lines import describe, draft_line, limit_lines
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
 
 TWO = """[
     {"name": "a", "allowed_rope_types": ["yarn", "linear"], "max_rope_factor": 2},

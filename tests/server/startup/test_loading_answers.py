@@ -19,7 +19,7 @@ from ropewalk.server.startup.gate import check_certificate, listening_socket
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
-from tests.processes import command
+from tests.servers.processes import command
 
 FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
 
@@ -102,7 +102,7 @@ def test_only_our_kernels_are_counted() -> None:
     progress = LoadingProgress()
     progress.watch_compiler()
     foreign, own = (numba.njit(lambda x: x) for _ in range(2))
-    own.py_func.__module__ = "ropewalk.model_runtime.cpu_kernels.attention"
+    own.py_func.__module__ = "ropewalk.model_runtime.cpu_kernels.attention.attention"
     foreign(1)
     assert "kernels_compiled" not in progress.as_json()
     own(1)

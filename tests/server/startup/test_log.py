@@ -5,9 +5,9 @@ import os
 
 import httpx
 
-from tests.processes import Server
-from tests.server.breakable import AUTHORIZED, FAIL, KEY
-from tests.server.soak_watch import wait_for
+from tests.server.fuzz.breakable import AUTHORIZED, FAIL, KEY
+from tests.server.load.soak_watch import wait_for
+from tests.servers.processes import Server
 
 PROMPT, SALT = "marker-in-a-prompt", "salt-of-a-client"
 _FAILING = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "cache_salt": SALT}

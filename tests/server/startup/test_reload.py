@@ -13,11 +13,11 @@ import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.server.settings.load import SettingsError
+from ropewalk.server.startup.planning.serving_plan import num_profiles
 from ropewalk.server.startup.reload import check_released_pages, check_table_room
-from ropewalk.server.startup.serving_plan import num_profiles
-from tests.engines import deployment_of
-from tests.processes import Server, running_server
-from tests.server.soak_watch import wait_for
+from tests.doubles.engines import deployment_of
+from tests.server.load.soak_watch import wait_for
+from tests.servers.processes import Server, running_server
 
 CACHE = "kv_cache_tokens: 16384\n"
 TWO = """deployments:

@@ -18,18 +18,18 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 )
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.dry_run import outlook_of, refuse_ahead
-from ropewalk.server.startup.serving_plan import ModelFacts, ServingPlan, plan_serving
+from ropewalk.server.startup.planning.banner_lines import describe
+from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.options import InspectOptions
 from ropewalk.studies.inspection.report import inspect_model
-from tests.engines import EngineFactory
+from tests.doubles.engines import EngineFactory
 
 GIB, MIB = 2**30, 2**20
 

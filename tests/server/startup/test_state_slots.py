@@ -17,18 +17,18 @@ from ropewalk.model_runtime.loading.plain_config import (
 )
 from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.serving_plan import (
+from ropewalk.server.startup.planning.banner_lines import describe
+from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.serving_plan import (
     ModelFacts,
     ServingPlan,
     plan_deployments,
     plan_serving,
 )
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
-from tests.engines import checkpoint_of, tiny_checkpoint
-from tests.tiny_models import tiny_config, tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import tiny_config, tiny_model
+from tests.doubles.engines import checkpoint_of, tiny_checkpoint
+from tests.doubles.tokens import byte_tokenizer_fast
 
 MIB = 2**20
 

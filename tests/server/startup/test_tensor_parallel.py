@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, children_of, run_here
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
+from tests.servers.processes import Server, children_of, run_here
 
 RANKS = ("--tensor-parallel-size", "2", "--threads", "1")
 _FOLLOWER = "ropewalk.model_runtime.parallel.follower"

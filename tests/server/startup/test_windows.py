@@ -5,23 +5,23 @@ from pathlib import Path
 import pytest
 
 from ropewalk.model_runtime.engine.build_engine import build_runner
-from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.rope import NativeRope, native_rope
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
-from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.model_facts import facts_of
+from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.held_windows import planned_groups
-from ropewalk.server.startup.serving_plan import (
+from ropewalk.server.startup.planning.model_facts import facts_of
+from ropewalk.server.startup.planning.serving_plan import (
     ModelFacts,
     ServingPlan,
     plan_deployments,
     plan_serving,
 )
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
-from tests.engines import tiny_checkpoint
-from tests.tiny_models import tiny_config
+from tests.checkpoints.tiny_models import tiny_config
+from tests.doubles.engines import tiny_checkpoint
 
 MEMORY = 64 * 2**20
 SHAPE = KVShape(1, 256, 256)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import Server, command
+from tests.servers.processes import Server, command
 
 _LIMIT_S = 150
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ropewalk.studies.bench.command import bench
 from ropewalk.studies.bench.plan import BenchError, LoadPlan, choose_context_lens
 from ropewalk.studies.bench.target import IdPrompts, WordPrompts
-from tests.processes import Server, run_here
+from tests.servers.processes import Server, run_here
 
 pytestmark = pytest.mark.alone
 

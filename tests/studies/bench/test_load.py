@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ropewalk.studies.bench.command import bench
-from tests.sse_server import DONE, Script, SseServer, data, serving, token
+from tests.servers.sse_server import DONE, Script, SseServer, data, serving, token
 
 pytestmark = pytest.mark.alone
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.server.process.torch_build import TorchBuild
 from ropewalk.server.settings.load import load_settings
 from ropewalk.studies.doctor.command import findings
@@ -21,8 +21,8 @@ from ropewalk.studies.doctor.machine import (
     check_processor,
 )
 from ropewalk.studies.doctor.packages import TorchFacts, check_device, check_packages, read_torch
-from tests.hub_server import use_hub
-from tests.processes import run_here, run_to_end
+from tests.servers.hub_server import use_hub
+from tests.servers.processes import run_here, run_to_end
 
 NAMES = (
     *("python", "packages", "torch", "device", "processor", "kernel cache"),
@@ -227,7 +227,7 @@ def test_little_memory_and_disk_are_warnings(
     assert check_hub_cache().status == "warn"
     memory = MachineMemory(1 << 30, 1 << 29)
     monkeypatch.setattr(
-        "ropewalk.model_runtime.engine.machine_memory.machine_memory", lambda: memory
+        "ropewalk.model_runtime.engine.memory.machine_memory.machine_memory", lambda: memory
     )
     assert check_memory().status == "warn"
     assert check_memory().text == "1 GiB in total, 512 MiB free"

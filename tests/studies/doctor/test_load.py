@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ropewalk.server.startup import load_service
-from tests.processes import run_here, run_to_end
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.processes import run_here, run_to_end
 
 HERE = ("--port", "0", "--device", "cpu")
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ropewalk.rope import NativeRope, native_rope
-from ropewalk.server.startup.serving_plan import DeploymentOptions, make_deployment
+from ropewalk.server.startup.planning.serving_plan import DeploymentOptions, make_deployment
 from ropewalk.studies.evaluation.plan import (
     METHODS,
     PLACED,

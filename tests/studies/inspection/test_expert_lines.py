@@ -9,10 +9,10 @@ import pytest
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.load_service import load_service
-from tests.expert_files import expert_file
-from tests.processes import run_here
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.expert_files import expert_file
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.processes import run_here
 
 NUM_ROUTED = 4 * 8 * 3 * 256 * 64  # layers, experts, matrices, numbers of one
 IDLE = 6  # of 8 experts

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.studies.inspection.head_statistics import head_statistics, sequence_len
-from tests.engines import checkpoint_of, tiny_checkpoint
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
+from tests.doubles.engines import checkpoint_of, tiny_checkpoint
 
 _SEEDED = torch.Generator().manual_seed(0)
 SEQUENCES = [

@@ -17,7 +17,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.corpus.held_out import Document
 from ropewalk.studies.inspection.heads import _sequences
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 
 TWO = """
 deployments:

@@ -9,10 +9,10 @@ import structlog
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.load_service import load_service
-from tests.processes import run_here
-from tests.quantised_cases import case
-from tests.quantised_files import change_config
+from tests.checkpoints.quantised_cases import case
+from tests.checkpoints.quantised_files import change_config
 from tests.server.test_light_imports import run
+from tests.servers.processes import run_here
 
 STORED = {
     "fp8-blocks": "fp8 in blocks of 128 x 128",

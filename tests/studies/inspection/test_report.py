@@ -15,11 +15,11 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import native_rope
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.dry_run import outlook_of
 from ropewalk.server.startup.load_service import load_service
+from ropewalk.server.startup.planning.dry_run import outlook_of
 from ropewalk.studies.inspection.inspected import inspected
-from tests.processes import Server, run_here
-from tests.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import tiny_model
+from tests.servers.processes import Server, run_here
 
 TWO = """
 deployments:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
-from tests import position_oracle as oracle
-from tests.processes import run_here
+from tests.oracles import position_oracle as oracle
+from tests.servers.processes import run_here
 
 
 def inspected(*flags: str, **positions: Any) -> Any:

@@ -20,8 +20,8 @@ from ropewalk.studies.policies.windows import (
     draw_sources,
     lay_out,
 )
-from tests.engines import checkpoint_of
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
+from tests.doubles.engines import checkpoint_of
 
 L = 64
 NEEDLE = Needle(FORMS[0], "KEY_1", "12345")

@@ -18,7 +18,7 @@ import numpy as np
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, Room
 
 _LEAST_ENTRIES = 64  # of the heap before it is made anew

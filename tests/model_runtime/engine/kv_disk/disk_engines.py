@@ -12,13 +12,13 @@ import pytest
 
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import file_versions
 from ropewalk.model_runtime.request import Output, Request
-from tests.engines import EngineFactory, Result
-from tests.tiny_models import VOCAB_SIZE
+from tests.checkpoints.tiny_models import VOCAB_SIZE
+from tests.doubles.engines import EngineFactory, Result
 
 PROMPT = [
     (7 * at * at + 3) % VOCAB_SIZE for at in range(200)

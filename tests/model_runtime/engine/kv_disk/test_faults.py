@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import structlog
 
-from ropewalk.model_runtime.engine.kv_disk import folder as folder_module
-from ropewalk.model_runtime.engine.kv_disk import page_file, reader, tier
+from ropewalk.model_runtime.engine.kv_disk import reader, tier
+from ropewalk.model_runtime.engine.kv_disk.files import folder as folder_module
+from ropewalk.model_runtime.engine.kv_disk.files import page_file
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,

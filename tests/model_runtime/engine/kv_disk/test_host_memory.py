@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import HostMemory
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
-from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk import late_copies
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,

@@ -9,9 +9,9 @@ import structlog
 
 from ropewalk.model_runtime.engine.kv_disk import build
 from ropewalk.model_runtime.engine.kv_disk.counts import Pause
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,

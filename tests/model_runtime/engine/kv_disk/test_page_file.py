@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk.folder import (
+from ropewalk.model_runtime.engine.kv_disk.files.folder import (
     FolderError,
     PageFolder,
     open_root,
     own_name,
 )
-from ropewalk.model_runtime.engine.kv_disk.janitor import sweep
-from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError, PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import sweep
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
 from tests.model_runtime.engine.kv_disk.disk_engines import flip
 
 FORM = PageFormat(bytes(range(32)), 64, 3, "bfloat16", keys_by_token=False, num_bytes=5000)
@@ -184,8 +184,8 @@ def test_one_process_sweeps_at_a_time(folder: PageFolder) -> None:
 _WRITE_ON = """
 import sys
 from pathlib import Path
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 
 form = PageFormat(bytes(range(32)), 64, 3, "bfloat16", False, 400_000)
 folder = PageFolder(Path(sys.argv[1]), form)

@@ -13,10 +13,10 @@ from ropewalk.model_runtime.cpu_kernels.sealed.records import Sides
 from ropewalk.model_runtime.cpu_kernels.sealed.seal import seal_page
 from ropewalk.model_runtime.engine.kv_disk.finite import Records, sealed_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
 from tests.sampling import sampled
-from tests.tiny_models import in_dtype, tiny_model
 
 NUM_PAGES = 6  # of 32 tokens that can be reused
 CASES = [

@@ -14,14 +14,14 @@ import structlog
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
-from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError, PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import StoreError
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
-from ropewalk.model_runtime.engine.kv_disk.store_url import parse_store_url
-from ropewalk.model_runtime.engine.kv_disk.valkey_store import ValkeyStore
+from ropewalk.model_runtime.engine.kv_disk.stores.store_url import parse_store_url
+from ropewalk.model_runtime.engine.kv_disk.stores.valkey_store import ValkeyStore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
-from tests.engines import EngineFactory, answer
+from tests.doubles.engines import EngineFactory, answer
 from tests.model_runtime.engine.kv_disk.disk_engines import Server, with_weights
 from tests.model_runtime.engine.kv_disk.test_valkey_store import PASSWORD, asked, pauses
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk.store_url import StoreUrl, parse_store_url
+from ropewalk.model_runtime.engine.kv_disk.stores.store_url import StoreUrl, parse_store_url
 
 
 @pytest.mark.parametrize(

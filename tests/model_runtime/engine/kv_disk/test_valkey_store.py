@@ -15,13 +15,13 @@ import structlog
 from valkey import Valkey
 
 from ropewalk.model_runtime.engine.kv_disk import identity, reader
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder, own_name
-from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
-from ropewalk.model_runtime.engine.kv_disk.store_url import parse_store_url
-from ropewalk.model_runtime.engine.kv_disk.valkey_store import ValkeyStore
+from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder, own_name
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.stores.store_url import parse_store_url
+from ropewalk.model_runtime.engine.kv_disk.stores.valkey_store import ValkeyStore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.scheduling.sequence import Sequence
-from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
@@ -30,7 +30,7 @@ from tests.model_runtime.engine.kv_disk.disk_engines import (
     with_weights,
     written,
 )
-from tests.valkey_server import RunningStore, running_store
+from tests.servers.valkey_server import RunningStore, running_store
 
 PASSWORD = "Secret-of-9-stores"  # noqa: S105  # of a store that this test starts
 

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.scheduling.read_plan import (
     stored_key,
     wanted_pages,
 )
-from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
 
 NAMES = ("gemma3_text", "mistral")  # layers of both kinds, and of one

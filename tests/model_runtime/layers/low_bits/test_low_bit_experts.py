@@ -22,11 +22,11 @@ from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_ggu
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.expert_files import FILES, expert_file
-from tests.tensor_meter import TensorMeter
-from tests.tiny_models import in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
+from tests.checkpoints.expert_files import FILES, expert_file
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.doubles.tensor_meter import TensorMeter
+from tests.doubles.tokens import byte_tokenizer
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {"num_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "moe_topk": 3}

@@ -31,13 +31,13 @@ from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
-from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written, as_float32, quantised
-from tests.random_blocks import like
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written, as_float32, quantised
+from tests.checkpoints.random_blocks import like
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
+from tests.doubles.tokens import byte_tokenizer
 from tests.sampling import sampled
-from tests.tiny_models import in_dtype, tiny_model
-from tests.tokens import byte_tokenizer
 
 # All linears of a layer have 64 outputs and a multiple of 32 inputs.
 WHOLE = {"num_key_value_heads": 4, "intermediate_size": 128}

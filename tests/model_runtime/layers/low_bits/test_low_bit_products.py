@@ -18,12 +18,12 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     widened,
 )
 from ropewalk.model_runtime.cpu_kernels.trials import multiplies_pairs
-from ropewalk.model_runtime.formats.gguf_blocks import UNPACKED, unpacked
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import UNPACKED, unpacked
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
 from ropewalk.model_runtime.layers.packed_linear import PackedLinear
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
-from tests.random_blocks import random_rows
+from tests.checkpoints.random_blocks import random_rows
 
 ROWS = (*range(1, 65), 512)
 

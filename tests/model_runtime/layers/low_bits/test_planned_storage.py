@@ -14,10 +14,10 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoin
 from ropewalk.model_runtime.loading.low_bits.active import active_part
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
-from tests.gguf_cases import CASES
-from tests.gguf_files import Written, as_float32, quantised
-from tests.tiny_models import tiny_model
-from tests.tokens import byte_tokenizer_fast
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written, as_float32, quantised
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
 
 # All linears of a layer have 64 outputs or a multiple of it, and a multiple of 32 inputs.
 WHOLE = {"num_key_value_heads": 4, "intermediate_size": 128}

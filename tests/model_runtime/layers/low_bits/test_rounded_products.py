@@ -12,21 +12,25 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
-from ropewalk.model_runtime.cpu_kernels.low_bits.integer_dot import INSTRUCTION
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import widened
 from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded_products import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INSTRUCTION
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_products import (
     RoundedProducts,
     rounding_of,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded_rows import ORDERS, places_of, rounder
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import (
+    ORDERS,
+    places_of,
+    rounder,
+)
 from ropewalk.model_runtime.cpu_kernels.simd import vectors
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
 from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
+from tests.checkpoints.random_blocks import random_rows
 from tests.model_runtime.layers.low_bits.test_low_bit_products import panels_of
 from tests.processors import OLDER
-from tests.random_blocks import random_rows
 
 Doubles = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
 from ropewalk.model_runtime.loading.hub.wanted import Wanted
-from tests.hub_server import MODEL, FakeHub, commit_of, serving, use_hub
+from tests.servers.hub_server import MODEL, FakeHub, commit_of, serving, use_hub
 
 WEIGHTS, CONFIGS = Wanted(weights=True), Wanted(weights=False)
 LARGE = save({"weight": torch.zeros(300_000)})

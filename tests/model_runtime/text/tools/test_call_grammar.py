@@ -22,8 +22,8 @@ from ropewalk.model_runtime.text.tools.call_grammar import AnswerGrammar, Mode, 
 from ropewalk.model_runtime.text.tools.call_stream import whole_calls
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.model_runtime.text.tools.tool_format import ReasoningFormat, Tool, ToolCall
-from tests.tokens import byte_tokenizer_fast
-from tests.tool_templates import TOOL_TEMPLATES
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.tool_templates import TOOL_TEMPLATES
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 THINK = ReasoningFormat("<think>", "</think>")

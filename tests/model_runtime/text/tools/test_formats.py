@@ -10,8 +10,8 @@ from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats
 from ropewalk.model_runtime.text.tools.instructions import with_instructions
 from ropewalk.model_runtime.text.tools.tool_format import GENERIC, ReasoningFormat, Tool
-from tests.tokens import byte_tokenizer_fast
-from tests.tool_templates import (
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.servers.tool_templates import (
     HERMES,
     LLAMA,
     MISTRAL,

@@ -9,7 +9,7 @@ import httpx2  # Anthropic's client takes no other
 import pytest
 
 from tests.server.api.tools.scripted import Scripted, saying
-from tests.tool_templates import THINKING
+from tests.servers.tool_templates import THINKING
 
 LOOK = {
     "name": "look",

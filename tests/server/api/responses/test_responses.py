@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.api.tools.scripted import Scripted, saying
-from tests.tool_templates import THINKING
+from tests.servers.tool_templates import THINKING
 
 LOOK = {
     "type": "function",

@@ -23,7 +23,7 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.app import create_app
 from ropewalk.server.startup.load_service import load_service
-from tests.tokens import byte_tokenizer_fast
+from tests.doubles.tokens import byte_tokenizer_fast
 
 
 class Said:

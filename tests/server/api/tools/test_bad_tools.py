@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ropewalk.server.turns.chat_schema import ChatRequest
-from tests.schemas import HOSTILE
+from tests.oracles.schemas import HOSTILE
 from tests.server.api.tools.scripted import Scripted, saying
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ropewalk.server.metrics import TOOL_OUTCOMES
 from tests.server.api.tools.scripted import Scripted, saying
-from tests.tool_templates import HERMES, LLAMA, MISTRAL, QWEN3_CODER, THINKING
+from tests.servers.tool_templates import HERMES, LLAMA, MISTRAL, QWEN3_CODER, THINKING
 
 
 def tool(name: str = "look", *, strict: bool | None = None, **properties: Any) -> Any:

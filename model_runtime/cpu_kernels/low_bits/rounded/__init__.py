@@ -1,0 +1,1 @@
+"""Products of rows in eight bits with weights in few bits."""

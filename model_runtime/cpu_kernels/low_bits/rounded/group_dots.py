@@ -1,0 +1,231 @@
+"""Intrinsics for numba that multiply rounded rows by a group of inputs of weights in few bits.
+
+The products of a group are summed in integers, exactly. The sum becomes float32, which is exact,
+too, and is multiplied by the product of both scales, and added to the sums of the groups before.
+Formats with minima then add the offset times the scaled sum of the row's codes. No operation is
+fused with another, so every processor finds the same bits.
+
+`row_adder` takes one row, and keeps the bytes of weights in registers. `group_adder` takes tiles of
+rows over a chunk that `byte_codes.py` has unpacked.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, steps, store_sums
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, emit_quads
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import further, prefetch_at
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS, emit_dots
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import Records
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, unpacking
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, emit_broadcast, emit_load
+
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+_LINE_BYTES = 64
+_AHEAD_BYTES = 4 << 10  # as in widen.py
+
+
+def _lanes(builder: Any, number: Any) -> Any:
+    first = builder.insert_element(ir.Constant(INTS, ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * WIDTH))
+
+
+class _Rows:
+    """The loads of one number from each of several records."""
+
+    def __init__(self, context: Any, builder: Any, array: Any, memory: Any, strides: Any) -> None:
+        self._context, self._builder, self._array = context, builder, array
+        self._memory, self._strides = memory, strides  # the distance of each row's record
+
+    def load(self, place: Any, distance: int, kind: Any) -> list[Any]:
+        builder, found = self._builder, []
+        for stride in self._strides:
+            at = further(builder, place, distance)
+            at = at if stride is None else builder.add(at, stride)
+            pointer = address_of(self._context, builder, self._array, self._memory, at)
+            found.append(builder.load(builder.bitcast(pointer, kind.as_pointer()), align=1))
+        return found
+
+    def starts(self, sum_at: Any, zero: Any, num_columns: int) -> list[Any]:
+        """Emit the sums to which products are added: they take the zero from all bytes."""
+        minus = self._builder.neg(self._builder.trunc(zero, _INT))
+        rows = [self._builder.mul(each, minus) for each in self.load(sum_at, 0, _INT)]
+        return [_lanes(self._builder, row) for row in rows for _ in range(num_columns)]
+
+    def codes(self, codes_at: Any, quad: int) -> list[Any]:
+        return [_lanes(self._builder, each) for each in self.load(codes_at, quad * QUAD, _INT)]
+
+
+def _scaled(
+    builder: Any, before: Sequence[Any], dots: Sequence[Any], scales: Sequence[Any],
+    row_scales: Sequence[Any],
+) -> list[Any]:  # fmt: skip
+    """Emit the sums of a tile, to which integers times both scales are added."""
+    both = [
+        builder.fmul(each, emit_broadcast(builder, row)) for row in row_scales for each in scales
+    ]
+    return [
+        builder.fadd(each, builder.fmul(builder.sitofp(dot, scale.type), scale))
+        for each, dot, scale in zip(before, dots, both, strict=True)
+    ]
+
+
+def _offset(
+    builder: Any, before: Sequence[Any], offsets: Sequence[Any], row_sums: Sequence[Any]
+) -> list[Any]:
+    """Emit the sums of a tile, to which offsets times the rows' scaled sums are added."""
+    rows = [emit_broadcast(builder, each) for each in row_sums]
+    added = [builder.fmul(each, row) for row in rows for each in offsets]
+    return [builder.fadd(*two) for two in zip(before, added, strict=True)]
+
+
+@cache
+def group_adder(group: int, has_minimum: int, shorts: int) -> Any:
+    """Return an intrinsic that adds the products of one group of inputs to a tile of sums."""
+
+    def add_group(
+        typingctx: Any,  # noqa: ARG001
+        sums: Any, records: Any, codes_at: Any, scale_at: Any, sum_at: Any, stride: Any, zero: Any,
+        weights: Any, weights_at: Any, scales: Any, scales_at: Any, offsets: Any, columns: Any,
+    ) -> Any:  # fmt: skip
+        num_columns = columns.literal_value
+
+        def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            tile, record, codes_at, scale_at, sum_at, stride, zero = values[:7]
+            bytes_memory, bytes_at, scale_memory, scales_at, offset_memory = values[7:12]
+            by = [builder.mul(stride, stride.type(row)) for row in range(sums.count // num_columns)]
+            rows = _Rows(context, builder, records, record, by)
+
+            def quads(quad: int) -> list[Any]:
+                at = further(builder, bytes_at, quad * PANEL * QUAD)
+                places = steps(builder, at, WIDTH * QUAD, num_columns)
+                found = [
+                    address_of(context, builder, weights, bytes_memory, place) for place in places
+                ]
+                return [
+                    builder.load(builder.bitcast(each, INTS.as_pointer()), align=1)
+                    for each in found
+                ]
+
+            def floats(array: Any, memory: Any) -> list[Any]:
+                return [
+                    emit_load(builder, array, address_of(context, builder, array, memory, place))
+                    for place in steps(builder, scales_at, WIDTH, num_columns)
+                ]
+
+            starts = rows.starts(sum_at, zero, num_columns)
+            dots = emit_dots(
+                builder, starts, group // QUAD, shorts, quads,
+                lambda quad: rows.codes(codes_at, quad),
+            )  # fmt: skip
+            before = cgutils.unpack_tuple(builder, tile)
+            own = floats(scales, scale_memory)
+            after = _scaled(builder, before, dots, own, rows.load(scale_at, 0, _FLOAT))
+            if has_minimum:
+                own = floats(offsets, offset_memory)
+                after = _offset(builder, after, own, rows.load(sum_at, 4, _FLOAT))
+            return context.make_tuple(builder, sums, after)
+
+        arguments = (
+            sums, records, codes_at, scale_at, sum_at, stride, zero, weights, weights_at, scales,
+            scales_at, offsets, columns,
+        )  # fmt: skip
+        return sums(*arguments), code
+
+    # The cache tells them apart by name.
+    add_group.__name__ = f"add_group_{group}_{has_minimum}_{shorts}"
+    return intrinsic(prefer_literal=True)(add_group)
+
+
+@cache
+def _row_group_adder(kind: Format, shorts: int) -> Any:
+    """Return an intrinsic that adds a row's products with a group, of as many outputs as sums."""
+
+    def add_row(
+        typingctx: Any,  # noqa: ARG001
+        sums: Any, records: Any, codes_at: Any, scale_at: Any, sum_at: Any, zero: Any,
+        at: Any, above: Any, scales: Any, offsets: Any,
+    ) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            tile, record, codes_at, scale_at, sum_at, zero, at, above, *factors = values
+            own, lower = (cgutils.unpack_tuple(builder, each) for each in factors)
+            rows = _Rows(context, builder, records, record, [None])
+            columns = [
+                emit_quads(
+                    kind,
+                    builder,
+                    further(builder, at, column * WIDTH * kind.unit_bytes),
+                    further(builder, above, column * WIDTH * kind.upper_word_bytes),
+                )
+                for column in range(sums.count)
+            ]
+            dots = emit_dots(
+                builder, rows.starts(sum_at, zero, sums.count), kind.group // QUAD, shorts,
+                lambda _: [next(each) for each in columns],
+                lambda quad: rows.codes(codes_at, quad),
+            )  # fmt: skip
+            before = cgutils.unpack_tuple(builder, tile)
+            after = _scaled(builder, before, dots, own, rows.load(scale_at, 0, _FLOAT))
+            if kind.has_minimum:
+                after = _offset(builder, after, lower, rows.load(sum_at, 4, _FLOAT))
+            return context.make_tuple(builder, sums, after)
+
+        arguments = (
+            sums, records, codes_at, scale_at, sum_at, zero, at, above, scales, offsets,
+        )  # fmt: skip
+        return sums(*arguments), code
+
+    add_row.__name__ = f"add_row_{kind.name}_{shorts}"  # the cache tells them apart by name
+    return intrinsic(add_row)
+
+
+@cache
+def row_adder(kind: Format, shorts: int) -> Any:
+    """Compiled: add(panel, first, end, records, codes_at, scales_at, sums_at, zero, sums).
+
+    It adds the products of one row with inputs `first` to `end` - 1 of the panel at an address to
+    `sums`, [1, 64]. The places are those of input `first` in the row's record.
+    """
+    width, _, scales_of, offsets_of, *_ = unpacking(kind, FLOATS)
+    add_group = _row_group_adder(kind, shorts)
+    block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
+    group, group_bytes = kind.group, kind.group_bytes
+    scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
+    column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
+    columns, has_minimum = width // WIDTH, int(kind.has_minimum)
+
+    @jit(borrows=True, fuses=False)
+    def add_row(
+        panel: int, first: int, end: int, records_RB: Records, codes_at: int, scales_at: int,
+        sums_at: int, zero: int, sums: Floats,
+    ) -> None:  # fmt: skip
+        for start in range(first, end, group):
+            head = panel + start // block * block_bytes
+            factors_at = head + head_bytes + start % block // group * group_bytes
+            begin = head if start % block == 0 else factors_at
+            for line in range(begin, factors_at + group_bytes, _LINE_BYTES):
+                prefetch_at(line + _AHEAD_BYTES)
+            inside = start - first
+            for column in range(0, PANEL, width):
+                scales = scales_of(head, factors_at, column)
+                offsets = scales
+                if has_minimum:
+                    offsets = offsets_of(head, factors_at, column, scales)
+                tile = load_sums(sums, column, PANEL, 1, columns)
+                tile = add_group(
+                    tile, records_RB, codes_at + inside, scales_at + inside // 32 * 4,
+                    sums_at + inside // group * 8, zero,
+                    factors_at + scale_bytes + upper_bytes + column_bytes * column,
+                    factors_at + scale_bytes + above_bytes * column, scales, offsets,
+                )  # fmt: skip
+                store_sums(sums, column, PANEL, tile, columns)
+
+    return add_row

@@ -1,0 +1,309 @@
+"""Rounded rows times weights of few bits, in integers.
+
+The products of a group are summed in integers, exactly. A sum becomes float32 and is multiplied by
+both scales, and these numbers are added in the order of the groups. No operation is fused with
+another, so a row has the same bits in any batch, on every processor.
+
+Formats with minima add the group's offset times the scaled sum of the row's codes.
+
+The outputs of weights in float32 that share an input with others are products of the rows before
+rounding, as in `products.py`.
+
+Shapes: R = rows, K = inputs, N = outputs, B = bytes of a record (rounded_rows.py).
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import carray
+
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
+    add_products,
+    load_sums,
+    store_sums,
+)
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_of, chunk_unpacker
+from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, FORMATS, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.products import table_at
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.group_dots import group_adder, row_adder
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import num_shorts
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import (
+    Records,
+    places_of,
+    rounder,
+)
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS
+from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, vectors
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
+    CHUNK,
+    PANEL,
+    Multiplying,
+    Panels,
+    RowProducts,
+    rows_adder,
+    write_totals,
+)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for, take_next
+
+_MOST_ROWS = 128  # whose sums are kept while a panel is read once
+_INPUTS = 256  # of a panel that are bytes in the level-1 cache
+_LINE_BYTES = 64
+_PARTS_PER_THREAD = 4  # a core may have other work, so threads take parts one by one
+_ROWS_TO_SHARE = 64  # fewer are rounded before another thread has begun
+# Rows of a tile and registers per row, as in skinny_gemm.py. Sums are there twice: of integers, and
+# of float32.
+_TILES = (
+    ((6, 2), (4, 2), (2, 4), (1, 4))
+    if WIDTH == 16
+    else ((4, 2), (2, 4), (1, 4))
+    if vectors().num_registers >= 32
+    else ((2, 2), (1, 4))
+)
+
+
+@cache
+def _tile_adder(group: int, has_minimum: int, shorts: int, num_rows: int, columns: int) -> Any:
+    """Compiled: `num_rows` rows times a chunk of a panel."""
+    add_group = group_adder(group, has_minimum, shorts)
+    width = columns * WIDTH
+
+    @jit(borrows=True, fuses=False)
+    def add_tile(
+        records_RB: Records, codes_at: int, scales_at: int, sums_at: int, zero: int,
+        num_inputs: int, weights: Records, begin: int, scales: Floats, offsets: Floats,
+        sums: Floats, row: int,
+    ) -> None:  # fmt: skip
+        stride = records_RB.shape[1]
+        for column in range(0, PANEL, width):
+            tile = load_sums(sums, row * PANEL + column, PANEL, num_rows, columns)
+            for start in range(0, num_inputs, group):
+                tile = add_group(
+                    tile, records_RB, codes_at + start, scales_at + start // 32 * 4,
+                    sums_at + start // group * 8, stride, zero,
+                    weights, begin + start * PANEL + column * QUAD,
+                    scales, start // group * PANEL + column, offsets, columns,
+                )  # fmt: skip
+            store_sums(sums, row * PANEL + column, PANEL, tile, columns)
+
+    return add_tile
+
+
+@cache
+def _rows_adder(group: int, has_minimum: int, shorts: int) -> Any:
+    """Compiled: any number of rows, times a chunk of a panel."""
+    adders = {
+        num_rows: _tile_adder(group, has_minimum, shorts, num_rows, columns)
+        for num_rows, columns in _TILES
+    }
+    most, add_most = next(iter(adders.items()))
+    add_4, add_2, add_1 = (adders.get(count, add_most) for count in (4, 2, 1))
+
+    @jit(borrows=True)
+    def add_rows(
+        records_RB: Records, top: int, num_rows: int, codes_at: int, scales_at: int, sums_at: int,
+        zero: int, num_inputs: int, weights: Records, begin: int, scales: Floats, offsets: Floats,
+        sums: Floats,
+    ) -> None:  # fmt: skip
+        row, stride = 0, records_RB.shape[1]
+        while row < num_rows:
+            left, first = num_rows - row, (top + row) * stride
+            arguments = (
+                records_RB, first + codes_at, first + scales_at, first + sums_at, zero, num_inputs,
+                weights, begin, scales, offsets, sums, row,
+            )  # fmt: skip
+            if left >= most:
+                add_most(*arguments)
+                row += most
+            elif left >= 4:
+                add_4(*arguments)
+                row += 4
+            elif left >= 2:
+                add_2(*arguments)
+                row += 2
+            else:
+                add_1(*arguments)
+                row += 1
+
+    return add_rows
+
+
+@cache
+def _chunk_adder(kind: Format, num_orders: int) -> Any:
+    """Compiled: rows times inputs `chunk` to `stop` - 1 of a panel, in one format."""
+    unpack = chunk_unpacker(kind)
+    order, zero, most = bytes_of(kind)
+    shorts = num_shorts(most)
+    add_rows = _rows_adder(kind.group, int(kind.has_minimum), shorts)
+    add_row = row_adder(kind, shorts)
+    group = kind.group
+
+    @jit(borrows=True)
+    def add_chunk(
+        panel: int, records_RB: Records, top: int, num_rows: int, num_inputs: int, chunk: int,
+        stop: int, weights: Records, begin: int, scales: Floats, offsets: Floats, sums: Floats,
+    ) -> None:  # fmt: skip
+        places = places_of(num_inputs, num_orders)
+        codes_at = order * num_inputs + chunk
+        scales_at = places.scales + chunk // 32 * 4
+        sums_at = (places.sums if group == 32 else places.half_sums) + chunk // group * 8
+        if num_rows == 1:
+            record = top * records_RB.shape[1]
+            add_row(
+                panel, chunk, stop, records_RB, record + codes_at, record + scales_at,
+                record + sums_at, zero, sums,
+            )  # fmt: skip
+            return
+        unpack(panel, chunk, stop, weights, begin, scales, offsets)
+        add_rows(
+            records_RB, top, num_rows, codes_at, scales_at, sums_at, zero, stop - chunk, weights,
+            begin, scales, offsets, sums,
+        )  # fmt: skip
+
+    return add_chunk
+
+
+@cache
+def _floats_adder() -> Any:
+    """Compiled: rows before rounding, times a panel of float32."""
+    widen = widener((FLOAT32.number,), FLOATS)
+    add_rows = rows_adder(add_products, 1, 0)
+
+    @jit()
+    def add_panel(panel: int, x_RK: Floats, top: int, num_rows: int, sums: Floats) -> None:
+        num_inputs = x_RK.shape[1]
+        wide_Q = np.empty(CHUNK * PANEL, np.float32)
+        for chunk in range(0, num_inputs, CHUNK):
+            stop = min(num_inputs, chunk + CHUNK)
+            widen(FLOAT32.number, panel, chunk, stop, wide_Q)
+            base = -chunk * PANEL
+            add_rows(x_RK, top, num_rows, chunk, stop, np.int64(0), wide_Q, base, sums)
+
+    return add_panel
+
+
+@cache
+def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> Any:
+    """Compiled: rounded rows times panels of the formats with these numbers."""
+    add_chunk = chooser((each, _chunk_adder(FORMATS[each], num_orders)) for each in numbers)
+    add_floats = _floats_adder() if has_floats else add_chunk
+    floats = FLOAT32.number
+
+    @jit()
+    def multiply(
+        rows: Any, _: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int, __: int,
+        first_panel: int, end_panel: int,
+    ) -> None:  # fmt: skip
+        """Write the outputs of panels `first_panel` to `end_panel` - 1.
+
+        `rows`: records, and the rows in float32. `layout` is the address of the table of panels.
+        """
+        records_RB, x_RK = rows
+        num_all, num_inputs = x_RK.shape
+        table_P2 = carray(table_at(layout), (end_panel, 2))
+        sums = np.empty((min(num_all, _MOST_ROWS), PANEL), np.float32)
+        bias = np.empty(PANEL, np.float32)
+        weights = np.empty(_INPUTS * PANEL + _LINE_BYTES, np.uint8)
+        begin = -weights.ctypes.data % _LINE_BYTES
+        scales = np.empty(_INPUTS // 16 * PANEL, np.float32)
+        offsets = np.empty(_INPUTS // 16 * PANEL, np.float32)
+        for panel in range(first_panel, end_panel):
+            address, number = table_P2[panel, 0], table_P2[panel, 1]
+            for top in range(0, num_all, _MOST_ROWS):
+                num_rows = min(_MOST_ROWS, num_all - top)
+                sums[:] = np.float32(0.0)
+                if has_floats and number == floats:
+                    add_floats(address, x_RK, top, num_rows, sums)
+                else:
+                    for chunk in range(0, num_inputs, _INPUTS):
+                        stop = min(num_inputs, chunk + _INPUTS)
+                        arguments = (
+                            address, records_RB, top, num_rows, num_inputs, chunk, stop, weights,
+                            begin, scales, offsets, sums,
+                        )  # fmt: skip
+                        add_chunk(number, arguments)
+                write_totals(sums, num_rows, bias_N, bias, out_RN, top, panel * PANEL)
+
+    return multiply
+
+
+class Rounding(NamedTuple):
+    """The way to multiply rounded rows by the panels of a model."""
+
+    multiplying: Multiplying  # its rows are records, and the rows in float32
+    num_orders: int
+    round_part: Any  # of many rows (rounded_rows.py)
+
+
+def rounding_of(formats: Iterable[Format], dtype: torch.dtype) -> Rounding:
+    """Return the way for panels of these formats and rows of a number type.
+
+    One of the formats has few bits.
+    """
+    kinds = set(formats)
+    numbers = numbers_of(kinds - {FLOAT32})
+    num_orders = 1 + max(bytes_of(FORMATS[each]).order for each in numbers)
+    rows, part = rounder(num_orders, int(dtype == torch.bfloat16))
+    multiply = _multiplier(numbers, num_orders, int(FLOAT32 in kinds))
+    return Rounding(Multiplying(dtype, 1, rows, multiply), num_orders, part)
+
+
+@cache
+def _taker(multiply: Any) -> Any:
+    """Compiled: the parts of a product that no other thread has taken, one after the other."""
+
+    @jit()
+    def take_parts(
+        taken: Ints, part_panels: int, num_panels: int, rows: Any, packed_Q: Numbers,
+        bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
+    ) -> None:  # fmt: skip
+        """Multiply all rows by groups of panels. `taken`: the number of groups taken, [1]."""
+        first = take_next(taken) * part_panels
+        while first < num_panels:
+            end = min(first + part_panels, num_panels)
+            multiply(rows, packed_Q, bias_N, out_RN, layout, chain, first, end)
+            first = take_next(taken) * part_panels
+
+    return take_parts
+
+
+class RoundedProducts(RowProducts):
+    """Rows times one weight in panels of few bits; the rows are rounded to eight bits."""
+
+    def __init__(self, panels: Panels, rounding: Rounding) -> None:
+        super().__init__(panels, panels.num_inputs, rounding.multiplying)
+        self._rounding = rounding
+
+    def multiply(self, x_RK: Numbers) -> Numbers:
+        """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
+        num_threads, num_panels = self._num_threads(len(x_RK)), self._panels.num_panels
+        if num_threads == 1:
+            return super().multiply(x_RK)
+        take_parts = _taker(self.multiplying.multiply)
+        out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
+        taken, part_panels = np.zeros(1, np.int64), num_panels // (_PARTS_PER_THREAD * num_threads)
+        arguments = (
+            taken, max(1, part_panels), num_panels, self._rounded(x_RK, num_threads),
+            self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
+        )  # fmt: skip
+        parallel_for(lambda _: take_parts(*arguments), range(num_threads))
+        return out_RN
+
+    def _rounded(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Floats]:
+        """Return the records of rows, and the rows in float32; threads share many rows."""
+        multiplying, num_orders, round_part = self._rounding
+        if len(x_RK) < _ROWS_TO_SHARE:
+            found: tuple[Records, Floats] = multiplying.rows_for(x_RK)
+            return found
+        wide_RK: Any = x_RK if x_RK.dtype == np.float32 else np.empty(x_RK.shape, np.float32)
+        size = places_of(x_RK.shape[1], num_orders).num_bytes
+        records_RB = np.empty((len(x_RK), size), np.uint8)
+        parts = even_shares(len(x_RK), 1, num_threads)
+        parallel_for(lambda part: round_part(x_RK, wide_RK, records_RB, *part), parts)
+        return records_RB, wide_RK

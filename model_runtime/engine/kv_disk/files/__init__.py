@@ -1,0 +1,1 @@
+"""Pages in a folder: their files, and the cap on them."""

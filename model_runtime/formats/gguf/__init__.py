@@ -1,0 +1,1 @@
+"""GGUF files: reading, their architectures, their tokenizers."""

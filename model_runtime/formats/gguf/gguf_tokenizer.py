@@ -1,0 +1,313 @@
+"""Build a tokenizer of the library `tokenizers` from a file's vocabulary.
+
+Source: llama.cpp's `llama-vocab.cpp`, whose tokens the tests compare. transformers' own conversion
+splits text like GPT-2 for each `tokenizer.ggml.pre` that it does not list, `smollm` for example.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.gguf.gguf_file import GgufFile
+
+# How byte-level vocabularies split text, by `tokenizer.ggml.pre`.
+#
+# Sources: llama.cpp's table (`llama-vocab.cpp`), and the tokenizer.json of each model where
+# llama.cpp only rewrites an expression that its library cannot run. Each expression splits the
+# pieces of the one before it. tests/model_runtime/formats/test_gguf_tokenizer.py checks the pieces.
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS + _REST
+_QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _REST
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _REST
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}" + _SLASHED + _REST
+_GPT4O = (
+    rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _SLASHED + _REST
+)
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _REST
+)
+_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_SEED = _CONTRACTIONS + _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _REST
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """The splits of a byte-level vocabulary, and whether a whole piece may be one token."""
+
+    splits: tuple[str, ...]
+    ignores_merges: bool = False  # a piece in the vocabulary is one token, whatever its merges
+    adds_bos: bool = False  # where the file does not say
+
+
+_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_OF_LLAMA3 = PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True)
+_LIKE_LLAMA3 = PreTokenizer((_LLAMA3,))
+_OF_QWEN2 = PreTokenizer((_QWEN2,))
+_OF_GPT4O = PreTokenizer((_GPT4O,))
+_OF_DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3))
+
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _OF_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
+    **dict.fromkeys(("glm4",), PreTokenizer((_LLAMA3,), ignores_merges=True)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _OF_QWEN2
+    ),
+    "qwen35": PreTokenizer((_QWEN35,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _DIGITS_THEN_GPT2,
+    ),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"),
+        _PLAIN_GPT2,
+    ),
+    "tekken": PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _OF_GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _OF_DEEPSEEK3),
+    "seed-coder": PreTokenizer((_SEED,)),
+}
+
+
+_KEY = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types
+_TYPES = frozenset(range(7))  # from undefined to byte
+_SPACE = "\u2581"  # sentencepiece's space
+# Tokens that end an answer by their text, as in llama.cpp: many files lack eot_token_id. llama.cpp
+# takes plain tokens of such a text, too, and then Qwen's answers would end at a `</s>` in HTML.
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"}
+    | {"<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "<end_of_utterance>"}
+    | {"<eos>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+)
+# The defaults of sentencepiece files without these keys, as in llama.cpp.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class FileTokenizer:
+    """A tokenizer, its special tokens, and the tokens that end an answer."""
+
+    backend: Tokenizer
+    special_tokens: dict[str, str]  # bos_token, eos_token, ... -> text
+    end_ids: frozenset[int]
+    chat_template: str | None
+
+
+def chat_template_of(file: GgufFile) -> str | None:
+    """Return the file's chat template, or None. Raises ModelError."""
+    key = "tokenizer.chat_template"
+    return file.string(key) if file.metadata.get(key) is not None else None
+
+
+def read_tokenizer(file: GgufFile) -> FileTokenizer:
+    """Build the tokenizer. Raises ModelError that names the key which is missing or not read."""
+    vocabulary = _Vocabulary(file)
+    kind = file.string(f"{_KEY}model")
+    if kind == "gpt2":
+        pre = _pre_tokenizer(file)
+        backend, adds_bos = _byte_level(vocabulary, pre), pre.adds_bos
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(vocabulary), True
+    else:
+        raise ModelError(
+            f"{file.path}: {_KEY}model {kind} is not read; read are gpt2 (byte-level) and llama "
+            "(sentencepiece)"
+        )
+    vocabulary.add_whole_tokens(backend)
+    ids = vocabulary.special_ids(kind)
+    _add_ends(backend, vocabulary, ids, adds_bos=adds_bos)
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {name: vocabulary.tokens[ids[key]] for name, key in named.items() if key in ids}
+    ends = {ids[key] for key in ("eos", "eot", "eom") if key in ids}
+    ends |= vocabulary.ends_by_text()
+    return FileTokenizer(backend, special, frozenset(ends), chat_template_of(file))
+
+
+class _Vocabulary:
+    """The tokens of a file, with their types."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        tokens = file.listed(f"{_KEY}tokens", str)
+        if not tokens:
+            raise ModelError(
+                f"{file.path} has no tokenizer ({_KEY}tokens): convert the model with its tokenizer"
+            )
+        self.tokens: list[str] = tokens
+        types = file.listed(f"{_KEY}token_type", int, len(tokens))
+        unknown = set(types or ()) - _TYPES
+        if unknown:
+            raise ModelError(
+                f"{file.path}: {_KEY}token_type must be from {min(_TYPES)} to {max(_TYPES)}, got "
+                f"{min(unknown)}"
+            )
+        self.types: list[int] = types or [1] * len(tokens)
+
+    def ids(self) -> dict[str, int]:
+        """Return text -> id, without the converter's fillers for rows that no token uses."""
+        rows = enumerate(zip(self.tokens, self.types, strict=True))
+        used = [
+            (token, index)
+            for index, (token, kind) in rows
+            if not (kind == _UNUSED and token == f"[PAD{index}]")
+        ]
+        found = dict(used)
+        if len(found) != len(used):
+            twice = next(token for token, index in used if found[token] != index)
+            raise ModelError(f"{self.file.path}: {_KEY}tokens has {twice!r} twice")
+        return found
+
+    def special_ids(self, kind: str) -> dict[str, int]:
+        """Return the ids that the file names: bos, eos, eot, eom, unknown, padding."""
+        found = dict(_SENTENCEPIECE_IDS) if kind == "llama" else {}
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+            key = f"{_KEY}{name}_token_id"
+            if key in self.file.metadata:
+                index = self.file.integer(key, minimum=0)
+                if index >= len(self.tokens):
+                    raise ModelError(
+                        f"{self.file.path}: {key} must be < {len(self.tokens)}, got {index}"
+                    )
+                found[name] = index
+        return {name: index for name, index in found.items() if index < len(self.tokens)}
+
+    def ends_by_text(self) -> set[int]:
+        """Return the tokens that end an answer by their text, of those that no text holds."""
+        rows = enumerate(zip(self.tokens, self.types, strict=True))
+        whole = (_CONTROL, _USER_DEFINED)
+        return {index for index, (token, kind) in rows if token in _ENDS and kind in whole}
+
+    def add_whole_tokens(self, backend: Tokenizer) -> None:
+        """Add the tokens that are found in a text before it is split."""
+        name = self.file.metadata.get("general.name")
+        # llama.cpp, too, knows this by the model's name only.
+        strips = isinstance(name, str) and any(each in name.lower() for each in ("phi-3", "phi3"))
+        kept = {"<unk>", "<s>", "<|endoftext|>"}
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind in (_CONTROL, _UNKNOWN):
+                rstrip = strips and token not in kept
+                added = AddedToken(token, normalized=False, special=True, rstrip=rstrip)
+                backend.add_special_tokens([added])
+            elif kind == _USER_DEFINED:
+                rstrip = strips and token not in kept
+                backend.add_tokens(
+                    [AddedToken(token, normalized=False, special=False, rstrip=rstrip)]
+                )
+
+
+def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
+    key = f"{_KEY}pre"
+    name = file.metadata.get(key)
+    found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if found is None:
+        stated = "is missing" if name is None else f"{name} is not read"
+        raise ModelError(
+            f"{file.path}: {key} {stated}, so the text would be split in another way than in "
+            f"training; read are {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return found
+
+
+def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
+    file = vocabulary.file
+    merges = file.listed(f"{_KEY}merges", str)
+    if merges is None:
+        raise ModelError(f"{file.path} has no {_KEY}merges")
+    ids, pairs = vocabulary.ids(), []
+    for index, merge in enumerate(merges):
+        first, _, second = merge[1:].partition(" ")  # a token may begin with a space
+        first = merge[:1] + first
+        # The library panics at some results that are no token.
+        if not (first in ids and second in ids and first + second in ids):
+            raise ModelError(
+                f"{file.path}: {_KEY}merges do not fit the tokens: entry {index} is {merge[:60]!r}"
+            )
+        pairs.append((first, second))
+    backend = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre.ignores_merges))
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    file = vocabulary.file
+    ids = vocabulary.ids()
+    scores = file.listed(f"{_KEY}scores", float, len(vocabulary.tokens))
+    if scores is None:
+        raise ModelError(f"{file.path} has no {_KEY}scores")
+    row = vocabulary.special_ids("llama")["unknown"]
+    unknown = vocabulary.tokens[row]
+    if unknown not in ids:  # the library fails at the first text that needs it
+        raise ModelError(
+            f"{file.path}: {_KEY}unknown_token_id is {row}, and that row holds no token"
+        )
+    model = models.BPE(
+        ids, merges_by_score(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    backend = Tokenizer(model)
+    # Before each piece of text between special tokens, as llama.cpp does.
+    has_prefix = file.boolean(f"{_KEY}add_space_prefix", default=True)
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that joins to a token, the best score first.
+
+    Sentencepiece joins the neighbours whose result has the best score. A list of merges in this
+    order does the same.
+    """
+    ranked = []
+    for token, index in ids.items():
+        for cut in range(1, len(token)):
+            first, second = token[:cut], token[cut:]
+            if first in ids and second in ids:
+                ranked.append((-scores[index], index, cut, first, second))
+    ranked.sort()
+    return [(first, second) for *_, first, second in ranked]
+
+
+def _add_ends(
+    backend: Tokenizer, vocabulary: _Vocabulary, ids: dict[str, int], *, adds_bos: bool
+) -> None:
+    """Add the tokens before and after every text, where the file wants them."""
+    file = vocabulary.file
+    before = file.boolean(f"{_KEY}add_bos_token", default=adds_bos)
+    after = file.boolean(f"{_KEY}add_eos_token", default=False)
+    parts, special = ["$A"], []
+    for name, is_wanted, at in (("bos", before, 0), ("eos", after, len(parts) + before)):
+        if is_wanted and name not in ids:
+            raise ModelError(
+                f"{file.path}: {_KEY}add_{name}_token is set without a {name}_token_id"
+            )
+        if is_wanted:
+            token = vocabulary.tokens[ids[name]]
+            parts.insert(at, token)
+            special.append((token, ids[name]))
+    if special:
+        backend.post_processor = TemplateProcessing(single=parts, special_tokens=special)

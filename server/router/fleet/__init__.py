@@ -1,0 +1,1 @@
+"""The servers behind the router, and the sum of their pages."""

@@ -1,0 +1,395 @@
+"""The servers behind a router: who there is, who is ready, and who agrees with the others."""
+
+import asyncio
+import json
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+import structlog
+
+from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_answer
+from ropewalk.server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.fleet.addresses import targets_of
+from ropewalk.server.router.fleet.facts import Facts, Served, difference, facts_of
+from ropewalk.server.router.fleet.fleet_page import FleetPage
+from ropewalk.server.router.fleet.fleet_stats import FleetStats
+from ropewalk.server.router.text_pages import PAGE_TOKENS
+from ropewalk.server.router.upstream import Headers, LostError, Server, Target
+from ropewalk.server.settings.route_settings import RouteSettings
+
+_COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before
+_FACTS_LAST_S = 10.0  # a server may read its settings again at any time
+
+REFUSALS = ("listing", "fingerprint", "router_key", "pending")
+
+_log = structlog.get_logger(__name__)
+_PLACE = b"ropewalk_kv_disk_info{place="
+
+
+class Fleet:
+    """The servers, their states, and the choice among them. One event loop owns it."""
+
+    def __init__(self, settings: RouteSettings) -> None:
+        """Know the addresses; `run` looks at them."""
+        self._settings = settings
+        self._tls = ssl.create_default_context()
+        self.servers: dict[str, Server] = {}  # by URL
+        self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
+        self.agreed: Served | None = None  # by the servers that take requests
+        self.page = FleetPage()
+        self.stats = FleetStats()
+        self._has_open_metrics = False  # the servers ask for no API key
+        self._changed = asyncio.Event()
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._found: dict[str, list[Target]] = {}  # by address of the settings
+        self._unresolved: dict[str, str] = {}  # why an address has no targets now
+        self._told: list[Target] = []  # by `tell`
+        self._ever_told: set[str] = set()
+        self._is_mixed = False  # servers that take requests compute on different machines
+
+    @property
+    def usable(self) -> list[Server]:
+        """Return the servers that take requests."""
+        return [self.servers[name] for name in self.choice.replicas]
+
+    def states(self) -> dict[str, str]:
+        """Return by URL why a server takes no requests, or `ready`."""
+        usable = set(self.choice.replicas)
+        return {
+            name: "ready" if name in usable else each.problem for name, each in self.servers.items()
+        }
+
+    def problems(self) -> dict[str, str]:
+        """Return by URL why a server takes no requests, and by name why it is not resolved."""
+        not_ready = {name: why for name, why in self.states().items() if why != "ready"}
+        return {**self._unresolved, **not_ready}
+
+    def refused(self) -> Mapping[str, int]:
+        """Return by reason how many servers may take no requests."""
+        num_of = Counter(each.refusal for each in self.servers.values() if not each.is_removed)
+        return {reason: num_of[reason] for reason in REFUSALS}
+
+    async def run(self) -> None:
+        """Look names up, and watch every server, until cancelled."""
+        try:
+            while True:
+                try:
+                    self._set(await self._resolved())
+                except Exception as error:  # noqa: BLE001  # streams depend on this task
+                    _log.error("resolve_failed", why=repr(error))
+                await asyncio.sleep(self._settings.resolve_seconds)
+        finally:
+            for each in self._watching.values():
+                each.cancel()
+            await asyncio.gather(*self._watching.values(), return_exceptions=True)
+
+    async def _resolved(self) -> list[Target]:
+        """Return the targets of all addresses; those from before where a look-up fails."""
+        await asyncio.gather(*map(self._look_up, self._settings.servers))
+        return self._known()
+
+    def tell(self, targets: Iterable[Target]) -> None:
+        """Know these targets from now on, beside those of the settings.
+
+        One that is left out does not come back.
+        """
+        self._told = list(targets)
+        self._ever_told |= {target.url for target in self._told}
+        self._set(self._known())
+
+    def _known(self) -> list[Target]:
+        found = (target for each in self._settings.servers for target in self._found.get(each, ()))
+        return list({target.url: target for target in [*found, *self._told]}.values())
+
+    async def _look_up(self, address: str) -> None:
+        """Note the targets of an address, or log once why it has none now."""
+        try:
+            self._found[address] = await targets_of(address)
+        except (OSError, UnicodeError) as error:
+            if self._unresolved.get(address) != str(error):
+                _log.warning("name_not_resolved", address=address, why=str(error))
+            self._unresolved[address] = str(error)
+        else:
+            if self._unresolved.pop(address, None) is not None:
+                _log.info("name_resolved", address=address)
+
+    def _set(self, targets: Iterable[Target]) -> None:
+        """Begin to watch new servers; give no more requests to those that are gone."""
+        wanted = {target.url: target for target in targets}
+        for name, server in list(self.servers.items()):
+            if name not in wanted and not server.is_removed:
+                server.is_removed, server.problem = True, "its address is gone"
+                self._update()
+                _log.info("server_removed", server=name)
+        for name, target in wanted.items():
+            known = self.servers.get(name)
+            if known is not None:
+                known.is_removed = False
+                continue
+            self.servers[name] = Server(target, self._tls, self._settings.silence_seconds)
+            self._watching[name] = asyncio.ensure_future(self._watch(self.servers[name]))
+
+    async def _watch(self, server: Server) -> None:
+        """Ask a server again and again how it is; forget it when it is removed and idle."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                await self._check(server)
+            except Exception as error:  # noqa: BLE001  # without its watch a server is never ready
+                self._note(server, is_ready=False, problem=f"its check failed: {error!r}")
+            if server.is_removed and not server.pool.num_open:
+                self._forget(server)
+                return
+            server.is_doubtful.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began + self._settings.check_seconds):
+                    await server.is_doubtful.wait()
+
+    def _forget(self, server: Server) -> None:
+        """Keep nothing of a removed server but its counts."""
+        del self.servers[server.name], self._watching[server.name]
+        self.page.end(server.name)
+        if server.name in self._ever_told:
+            self._ever_told.discard(server.name)
+            self.stats.end(server.name)
+        server.pool.lose("its address is gone")
+
+    async def _check(self, server: Server) -> None:
+        try:
+            await self._ask(server)
+        finally:
+            server.vote = None
+
+    async def _ask(self, server: Server) -> None:
+        silence_s, loop = self._settings.silence_seconds, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(silence_s):
+                status, _ = await server.get("/ready")
+            server.answered_at = loop.time()
+        except TimeoutError:
+            if loop.time() - server.heard_at >= silence_s:
+                self.lost(server, f"it was silent for {silence_s:g} s")
+            return
+        except LostError as error:
+            if loop.time() - server.heard_at >= silence_s:
+                self.lost(server, str(error))  # an open connection may tell nothing of it
+            self._note(server, is_ready=False, problem=str(error))
+            server.facts, server.refusal = None, ""
+            return
+        if status != 200:
+            server.refusal = ""
+            self._note(server, is_ready=False, problem=f"its /ready answers {status}")
+        elif await self._is_known(server):
+            self._note(server, is_ready=True, problem="")
+
+    async def _is_known(self, server: Server) -> bool:
+        """Return whether it is known what a server serves; ask, if not or not lately."""
+        is_old = asyncio.get_running_loop().time() - server.facts_at > _FACTS_LAST_S
+        if server.facts is not None and not is_old:
+            return True
+        try:
+            async with asyncio.timeout(self._settings.silence_seconds):
+                await self._learn(server)
+        except TimeoutError:
+            if not server.is_ready:
+                self._refuse(server, "pending", "its /v1/models does not answer")
+            return False
+        except LostError:
+            return False
+        except ValueError:
+            self._note(server, is_ready=False, problem="its /v1/models is not JSON")
+            return False
+        return True
+
+    async def collect(self, credentials: Headers) -> bool:
+        """Ask the servers for their metrics; return whether the client may see them.
+
+        The servers decide, by the client's credentials, and one that refuses is enough. If none
+        answers, then metrics are shown that were open to everybody before.
+        """
+        asked = [each for each in self.servers.values() if each.is_ready]
+        statuses = await asyncio.gather(*(self._collect(each, credentials) for each in asked))
+        is_refused = bool({401, 403} & {*statuses})
+        is_allowed = 200 in statuses and not is_refused
+        if not credentials and (is_allowed or is_refused):
+            self._has_open_metrics = is_allowed
+        return is_allowed or (not is_refused and self._has_open_metrics)
+
+    async def collect_stats(self, credentials: Headers) -> bool:
+        """Ask the servers for their /stats; return whether the client may see them."""
+        asked = (self._collect_stats(each, credentials) for each in self.usable)
+        statuses = await asyncio.gather(*asked)
+        return 200 in statuses and not {401, 403} & {*statuses}
+
+    async def _collect_stats(self, server: Server, credentials: Headers) -> int:
+        with suppress(TimeoutError, LostError, ValueError):
+            async with asyncio.timeout(_COLLECT_S):
+                status, content = await server.get("/stats", self._passed_on(credentials))
+            if status == 200:
+                self.stats.note(server.name, content)
+            return status
+        return 0
+
+    async def _collect(self, server: Server, credentials: Headers) -> int:
+        """Note a server's metrics; return the status of its answer, or 0 without one."""
+        with suppress(TimeoutError, LostError, ValueError):
+            async with asyncio.timeout(_COLLECT_S):
+                status, _ = await self._read_page(server, self._passed_on(credentials))
+            return status
+        return 0
+
+    async def _read_page(self, server: Server, headers: Headers) -> tuple[int, bytes]:
+        """Ask for a server's metrics, and note them. Raises LostError."""
+        async with server.page_order:
+            status, page = await server.get("/metrics", headers)
+            if status == 200 and self.servers.get(server.name) is server:
+                with suppress(ValueError):
+                    self.page.note(server.name, page)
+        return status, page
+
+    def _passed_on(self, headers: Headers) -> Headers:
+        """Return a client's headers as a server gets them that asks for the router's key."""
+        if self._settings.router_key is None:
+            return headers
+        told = (ANSWER_HEADER.encode(), new_answer(0).header().encode())
+        return [*headers, told, *self._own_headers()]
+
+    def _own_headers(self) -> Headers:
+        key = self._settings.router_key
+        return [] if key is None else [(KEY_HEADER.encode(), key.encode())]
+
+    async def _learn(self, server: Server) -> None:
+        """Ask what a server serves, and how large its cache is. Raises LostError."""
+        status, body = await server.get("/v1/models", self._own_headers())
+        if status == 200:
+            has_key = self._settings.router_key is not None
+            server.facts = facts_of(json.loads(body), has_key=has_key)
+        else:
+            # API keys, and no router key: the listings cannot be read.
+            server.facts = Facts("" if status == 401 else f"status {status}")
+        if status == 403:
+            server.facts = None
+            self._refuse(server, "router_key", "its router_key is another one")
+            self._note(server, is_ready=False, problem=server.problem)
+            raise LostError(server.problem)
+        server.facts_at = asyncio.get_running_loop().time()
+        status, page = await self._read_page(server, self._own_headers())
+        if status == 200:
+            server.place = None
+            for line in page.splitlines():
+                # The positions come last; a server of an earlier version tells the tokens only.
+                if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
+                    server.num_cache_tokens = int(float(line.split()[1]))
+                elif line.startswith(_PLACE):
+                    server.place = line.removeprefix(_PLACE).decode(errors="replace")
+
+    def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
+        if is_ready and not server.is_ready:
+            server.ready_at = asyncio.get_running_loop().time()
+        if server.is_new and not is_ready and not server.refusal:
+            _log.warning("server_not_ready", server=server.name, why=problem)
+        server.is_new = False
+        server.is_ready, server.problem = is_ready, problem
+        self._update()
+
+    def _update(self) -> None:
+        """Set who takes requests: the ready servers that serve what most of them serve."""
+        ready = [each for each in self.servers.values() if each.is_ready and not each.is_removed]
+        voting = [each.facts for each in ready]
+        voting += [each.vote for each in self.servers.values() if not each.is_removed]
+        num_of = Counter(facts.served for facts in voting if facts is not None)
+        if num_of:
+            most = max(num_of.values())
+            leading = [served for served, num in num_of.items() if num == most]
+            # A tie changes nothing.
+            if self.agreed not in leading:
+                self.agreed = leading[0]
+        usable = []
+        for each in ready:
+            if each.facts is None or self.agreed is None:
+                continue
+            if each.facts.served == self.agreed:
+                each.refusal = ""
+                usable.append(each)
+            else:
+                self._refuse(each, *difference(each.facts.served, self.agreed))
+        self._tell_mixed({each.facts.arithmetic for each in usable if each.facts is not None})
+        names = {each.name: max(1, each.num_cache_tokens // PAGE_TOKENS) for each in usable}
+        if set(names) != set(self.choice.replicas):
+            for name in set(names) - set(self.choice.replicas):
+                _log.info("server_ready", server=name)
+            for name in set(self.choice.replicas) - set(names):
+                problem = self.servers[name].problem if name in self.servers else "gone"
+                _log.warning("server_not_ready", server=name, why=problem)
+            self.choice.update(names, {each.name: each.place for each in usable})
+            self._changed.set()
+        for each in usable:
+            self.choice.add(each.name, names[each.name], each.place)
+
+    def _tell_mixed(self, found: set[tuple[str, ...]]) -> None:
+        """Log once if streams of some servers cannot go on at others."""
+        if len(found) > 1 and not self._is_mixed:
+            told = "servers differ in `arithmetic`, so a stream goes on at its equals only"
+            _log.warning("servers_compute_differently", why=told)
+        self._is_mixed = self._is_mixed or len(found) > 1
+
+    def _refuse(self, server: Server, refusal: str, problem: str) -> None:
+        """Note, and log once, why a server that is ready takes no requests."""
+        if server.refusal != refusal:
+            _log.warning("server_refused", server=server.name, why=problem)
+        server.refusal, server.problem = refusal, problem
+
+    def lost(self, server: Server, why: str) -> None:
+        """Note that a server is gone: its streams go on elsewhere, and it must be ready again."""
+        server.pool.lose(why)
+        self.doubt(server, why)
+
+    def doubt(self, server: Server, why: str) -> None:
+        """Give a server no more requests until its /ready, asked at once, says so again."""
+        if server.is_ready:
+            server.vote = server.facts
+        server.facts, server.refusal = None, ""
+        self._note(server, is_ready=False, problem=why)
+        server.is_doubtful.set()
+
+    async def ready(self) -> None:
+        """Return when a server takes requests."""
+        while not self.usable:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def pick(
+        self,
+        request_id: str,
+        asked: PromptPages,
+        avoid: Callable[[Server], bool],
+        limit_s: float,
+    ) -> Server | None:
+        """Return the best server that is not to be avoided, and count the request on it.
+
+        None if there is none within `limit_s` seconds.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while True:
+                    found = self.pick_now(request_id, asked, avoid)
+                    if found is not None:
+                        return found
+                    self._changed.clear()
+                    await self._changed.wait()
+        return None
+
+    def pick_now(
+        self, request_id: str, asked: PromptPages, avoid: Callable[[Server], bool]
+    ) -> Server | None:
+        """Return the best server that is not to be avoided, or None if there is none."""
+        allowed = [each.name for each in self.usable if not avoid(each)]
+        ranked = self.choice.rank(asked, allowed, request_id)
+        if not ranked:
+            return None
+        self.choice.routed(request_id, asked, ranked[0])
+        return self.servers[ranked[0]]

@@ -1,0 +1,400 @@
+"""The serving plan: deployments and limits, from the settings and the facts about a model.
+
+Planning needs no weights.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
+from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
+from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
+from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
+from ropewalk.server.settings.load import ServeSettings, SettingsError
+from ropewalk.server.settings.sections import DeploymentSettings
+from ropewalk.server.startup.planning.context_buckets import default_context_buckets
+from ropewalk.server.startup.planning.held_windows import padded, planned_groups, windows_beside
+
+EMBEDDED_NAME = "ropewalk-demo"
+_STEP_TARGET_S = 0.1  # by default; it follows longer decode steps
+_EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts that planning needs about a model, loaded or only outlined."""
+
+    native: NativeRope
+    token_bytes: int  # of KV cache per token, on all ranks
+    affordable_bytes: int  # for the cache if the settings give no size
+    # On a GPU, a more exact measurement, which runs a step of the loaded model.
+    measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
+    num_ranks: int = 1  # processes that hold the model together
+    memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
+    weight_bytes: int = 0  # that are not loaded yet, of all ranks
+    slot_bytes: int = 0  # of a sequence's states; 0: the model has none
+    open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
+    windows: Mapping[int, int | None] = field(default_factory=dict)  # keys that each layer reads
+    shapes: Mapping[int, LayerShape] = field(
+        default_factory=dict
+    )  # of each layer's keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """Deployments and engine limits that are consistent with each other."""
+
+    deployments: tuple[Deployment, ...]
+    config: EngineConfig
+    context_bounds: tuple[int, ...]  # of the metrics' context_bucket
+    token_bytes: int
+    memory: MemoryProfile | None = None  # set if the cache size follows from it
+    num_ranks: int = 1
+    slot_bytes: int = 0  # of a sequence's states; 0: the model has none
+    open_page_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
+    stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
+    rounds: bool = False  # whether float32 keys and values are cached in bfloat16
+    why_whole: str | None = None  # why layers with windows keep all tokens; None: they do not
+
+    @property
+    def rank_cache_bytes(self) -> int:
+        return self.cache_bytes // self.num_ranks
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of tokens that the cache holds in whole pages."""
+        return self.config.capacity
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.capacity * self.token_bytes + self.state_bytes + self.exact_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the size of a page of one group of layers in bytes, on all ranks."""
+        return self.token_bytes * self.config.page_size // self.config.num_groups
+
+    @property
+    def open_bytes(self) -> int:
+        """Return the size of the open pages of all sequences in bytes."""
+        return self.config.max_num_seqs * self.open_page_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the size of the most pages that a step stages in bytes."""
+        return _stage_bytes(self.config, self.stage_page_bytes)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Return the size of all exact pages beside sealed ones in bytes."""
+        return self.open_bytes + self.stage_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of all slots of states in bytes."""
+        return self.config.num_state_slots * self.slot_bytes
+
+
+def model_name(settings: ServeSettings) -> str:
+    """Return the name of the settings' model: the given one, or that of its folder or hub id."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model is None:
+        return EMBEDDED_NAME
+    folder = Path(settings.model)
+    if folder.suffix == ".gguf":
+        return folder.stem
+    return (folder.resolve() if folder.is_dir() else folder).name
+
+
+def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
+    """Build the deployments, regardless of the available memory. Raises SettingsError."""
+    planned = []
+    problems = []
+    for name, stated in _stated(settings).items():
+        try:
+            planned.append(_deployment(settings, name, stated, native))
+        except SettingsError as error:
+            problems.append(str(error))
+    problems += _problems_of_aliases(settings.model_aliases or {}, settings)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return tuple(planned)
+
+
+def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) -> Iterator[str]:
+    """Yield what is wrong with each alias."""
+    names = list(_stated(settings))
+    for alias, name in aliases.items():
+        if alias in names:
+            yield f"model_aliases: {alias!a} is a deployment, and cannot be another one's alias"
+        elif name not in names:
+            yield f"model_aliases: {alias!a} must name one of {', '.join(names)}; got {name!a}"
+
+
+def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
+    """Build the plan that follows from settings and model. Raises SettingsError."""
+    _refuse_disk(settings, facts)
+    if settings.kv_cache_dtype != EXACT and facts.memory is None:
+        raise SettingsError(
+            f"kv_cache_dtype {settings.kv_cache_dtype} needs the model on a CPU; on a GPU it must "
+            "be auto"
+        )
+    deployments = plan_deployments(settings, facts.native)
+    groups, why_whole = _groups(facts, deployments)
+    config, memory = _config(settings, facts, deployments, groups)
+    deployments = within_cache(settings, deployments, config)
+    bounds = settings.context_buckets
+    if bounds is None:
+        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
+    held = facts.slot_bytes, facts.open_bytes, facts.stage_page_bytes, facts.rounds
+    sizes = token_bytes, memory, facts.num_ranks, *held
+    return ServingPlan(deployments, config, bounds, *sizes, why_whole)
+
+
+def _groups(
+    facts: ModelFacts, deployments: Iterable[Deployment]
+) -> tuple[PageGroups | None, str | None]:
+    longest = max(each.max_len for each in deployments)
+    layers = facts.windows, facts.shapes
+    return planned_groups(*layers, longest, has_states=facts.slot_bytes > 0)
+
+
+def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
+    """Raise SettingsError if the model's cache can have no tier on disk."""
+    name = tier_setting(settings)
+    if name is None:
+        return
+    # The address of a store may hold a password.
+    given = f", got {settings.kv_disk}" if name == "kv_disk" else ""
+    if facts.memory is None and settings.kv_offload_gib is None:
+        raise SettingsError(
+            f"{name} needs the model on a CPU, or kv_offload_gib beside it on a GPU{given}"
+        )
+    if facts.memory is not None and settings.kv_offload_gib is not None:
+        raise SettingsError(
+            "kv_offload_gib is for a GPU: on a CPU the KV cache is host memory already, so raise "
+            f"kv_cache_gib, got {settings.kv_offload_gib:g}"
+        )
+    if facts.slot_bytes:
+        raise SettingsError(
+            f"{name} is for models whose layers all keep keys and values; this model has layers "
+            f"that keep a state, which no page holds{given}"
+        )
+
+
+def within_cache(
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
+) -> tuple[Deployment, ...]:
+    """Return the deployments with requests no longer than the cache of this config holds.
+
+    Raises SettingsError if a max_model_len of the settings is larger.
+    """
+    fitting = _fitting(settings, deployments, config)
+    problems = [
+        f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
+        f"({config.longest_context} tokens), got {stated.max_model_len}"
+        f"{_needed(settings, deployment, config)}"
+        for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
+        if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return fitting
+
+
+def _fitting(
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
+) -> tuple[Deployment, ...]:
+    return tuple(
+        each.within_cache(
+            config.longest_context,
+            num_step_tokens=_step_tokens(settings),
+            room=config.room_beside_windows,
+        )
+        for each in deployments
+    )
+
+
+def _step_tokens(settings: ServeSettings) -> int:
+    """Return the most positions that a step adds to the pages of a request that releases some."""
+    return settings.max_num_batched_tokens + 4 * settings.page_size
+
+
+def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfig) -> str:
+    """Return a clause with the cache that any length needs; empty if requests keep all pages."""
+    kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
+    if kept is None or method is None:
+        return ""
+    return (
+        f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
+        f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
+        f"four pages{windows_beside(config)}"
+    )
+
+
+def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
+    """Return the profiles that the deployments' own tiers and position methods need, each once."""
+    return tuple(
+        {
+            tier.profile: None
+            for each in deployments
+            for tiers in (each.own_tiers, *each.positions.values())
+            for tier in tiers
+        }
+    )
+
+
+def num_profiles(deployments: Iterable[Deployment]) -> int:
+    """Return the number of profiles that requests may have, with the methods they may name."""
+    return len({tier.profile for each in deployments for tier in _all_tiers(each)})
+
+
+def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
+    further = (*deployment.positions.values(), *deployment.exact.values())
+    for tiers in (*deployment.tiers.values(), *further):
+        yield from tiers
+
+
+def memory_text(memory: MemoryProfile) -> str:
+    """Describe the memory that is used beside the cache."""
+    return (
+        f"{size_text(memory.weight_bytes)} weights, {size_text(memory.step_bytes)} for a step "
+        f"(measured), {size_text(memory.graph_bytes)} for graphs, "
+        f"{size_text(memory.outside_bytes)} outside torch, of {size_text(memory.total_bytes)}"
+    )
+
+
+def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
+    """Return the settings of each deployment by its name: those listed, or the only one."""
+    if settings.deployments is None:
+        return {model_name(settings): settings}
+    return {entry.name: entry for entry in settings.deployments}
+
+
+def _deployment(
+    settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
+) -> Deployment:
+    given: dict[str, Any] = {one: getattr(stated, one) for one in DeploymentSettings.model_fields}
+    if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
+        given["rope_scaling"] = _EMBEDDED_SCALING
+    options = DeploymentOptions(**given, page_size=settings.page_size)
+    build = partial(make_deployment, name, native)
+    try:
+        return build(options)
+    except RopeConfigError as first:
+        lines = []
+        for error in wrong_fields(options, build):
+            inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+            lines.append(f"{_prefix(settings, name)}{inside}{error}")
+        raise SettingsError("\n".join(lines)) from first
+
+
+def _prefix(settings: ServeSettings, name: str) -> str:
+    """Return the start of an error message, which names the deployment if they are listed."""
+    return "" if settings.deployments is None else f"deployments: {name}: "
+
+
+def _config(
+    settings: ServeSettings,
+    facts: ModelFacts,
+    deployments: Sequence[Deployment],
+    groups: PageGroups | None,
+) -> tuple[EngineConfig, MemoryProfile | None]:
+    target_s = settings.step_target_seconds
+    alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
+    stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
+    stated |= {
+        "kv_cache_tokens": settings.kv_cache_tokens or 0,
+        "max_model_len": max(each.max_len for each in deployments),
+        "num_rope_tables": num_profiles(deployments),
+        "step_target_s": _STEP_TARGET_S if target_s is None else target_s or None,
+        "step_target_follows": target_s is None,
+        "page_groups": groups,
+    }
+    config = EngineConfig(**stated)
+    token_bytes = padded(facts.token_bytes, config.page_groups)
+    memory = None
+    size_gib = settings.kv_cache_gib
+    config, slots_bytes = with_slots(
+        config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
+    )
+    stage_bytes = _stage_bytes(config, facts.stage_page_bytes)
+    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes + stage_bytes
+    affordable = max(0, facts.affordable_bytes - beside_bytes)
+    if settings.kv_cache_tokens is None:
+        if settings.kv_cache_gib is None and facts.measure is not None:
+            memory = facts.measure(config, profiles_of(deployments))
+            rank_bytes = token_bytes // facts.num_ranks
+            affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
+        pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
+        config = sized(config, token_bytes, affordable, pages_gib)
+    _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
+    if config.capacity == 0:
+        given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
+        size = getattr(settings, given)
+        raise SettingsError(
+            f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
+            + (f" beside {size_text(slots_bytes)} of states" if slots_bytes else "")
+            + _beside(config, facts)
+            + ("" if size is None else f", got {size:g}")
+        )
+    longest = max(each.max_len for each in _fitting(settings, deployments, config))
+    return replace(config, max_model_len=longest), memory
+
+
+def _stage_bytes(config: EngineConfig, page_bytes: int) -> int:
+    """Return the bytes of the most pages that a step stages, for one layer at a time."""
+    step = config.max_num_batched_tokens, config.max_num_seqs, config.page_size
+    return most_staged(*step) * page_bytes
+
+
+def _beside(config: EngineConfig, facts: ModelFacts) -> str:
+    """Return a clause with the exact pages of all sequences; empty if no page is sealed."""
+    if not facts.open_bytes:
+        return ""
+    opened = size_text(config.max_num_seqs * facts.open_bytes)
+    staged = size_text(_stage_bytes(config, facts.stage_page_bytes))
+    return (
+        f" beside {opened} of open pages for {config.max_num_seqs} sequences (max_num_seqs) and "
+        f"{staged} of a step (max_num_batched_tokens)"
+    )
+
+
+def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: int) -> None:
+    """Raise SettingsError if the machine has no room for the cache and the weights to come."""
+    if facts.memory is None:
+        return
+    what = "weights and KV cache" if facts.weight_bytes else "the pages of the KV cache"
+    shortage = facts.memory.shortage(cache_bytes + facts.weight_bytes, what)
+    if shortage is None:
+        return
+    stated = ("kv_cache_gib", "kv_cache_tokens")
+    given = next((name for name in stated if getattr(settings, name) is not None), None)
+    raise SettingsError(shortage if given is None else f"{given}: {shortage}")
+
+
+def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:
+    """Return the bytes left for the cache, at least one page. Raises SettingsError."""
+    left = memory.cache_bytes(settings.gpu_memory_utilization)
+    if left >= page_bytes:
+        return left
+    what = f"{size_text(left)} are left" if left >= 0 else f"{size_text(-left)} are missing"
+    raise SettingsError(
+        f"gpu_memory_utilization {settings.gpu_memory_utilization:g} leaves no room for a page of "
+        f"the KV cache ({settings.page_size} tokens, {size_text(page_bytes)}): {what} beside "
+        f"{memory_text(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
+        "max_num_seqs"
+    )

@@ -1,0 +1,97 @@
+"""`ropewalk serve`, unchanged but for signals that break its engine, and a log that says it all.
+
+`python -m tests.server.fuzz.breakable serve ...`; what each signal does is in `SIGNALS`.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+MODULE = "tests.server.fuzz.breakable"
+KEY = "k3y-of-a-client"  # what the tests' server of this kind asks for
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+DIE, FAIL, STALL = signal.SIGUSR1, signal.SIGRTMIN, signal.SIGUSR2
+BREAK = signal.SIGRTMIN + 1
+SIGNALS = {
+    DIE: "the next step raises outside of what a step may raise: the thread ends",
+    FAIL: "the next forward pass raises: the requests of that step end",
+    BREAK: "every forward pass from the next one on raises like a GPU after an illegal access",
+    STALL: "the next step does not end, until the same signal comes again",
+}
+# The state between the engine's death and the process' end is otherwise a matter of luck.
+_DYING_S = 2.0
+
+
+def break_on_signals() -> None:
+    """Put the faults where a signal can reach them."""
+    import torch
+
+    from ropewalk.model_runtime.engine.engine_core import EngineCore
+    from ropewalk.model_runtime.runner.model_runner import ModelRunner
+    from ropewalk.server.startup.lifecycle import GracefulServer
+
+    dies, fails, flows, breaks = (threading.Event() for _ in range(4))
+    flows.set()
+    step, prepare, engine_died = (
+        EngineCore.step,
+        ModelRunner.prepare,
+        GracefulServer._engine_died,
+    )
+
+    def breakable_step(core: EngineCore) -> int:
+        if dies.is_set():
+            raise RuntimeError("out of hemp")
+        flows.wait()
+        return step(core)
+
+    def breakable_prepare(runner: ModelRunner, *arguments: Any) -> Any:
+        if fails.is_set():
+            fails.clear()
+            raise RuntimeError("out of chalk")
+        if breaks.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return prepare(runner, *arguments)
+
+    def breakable_check_device(_: ModelRunner) -> None:
+        if breaks.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def slowly(server: GracefulServer) -> None:
+        time.sleep(_DYING_S)
+        engine_died(server)
+
+    for owner, name, placeholder in (
+        (EngineCore, "step", breakable_step),
+        (ModelRunner, "prepare", breakable_prepare),
+        (ModelRunner, "check_device", breakable_check_device),
+        (GracefulServer, "_engine_died", slowly),
+    ):
+        setattr(owner, name, placeholder)
+    signal.signal(DIE, lambda *_: dies.set())
+    signal.signal(FAIL, lambda *_: fails.set())
+    signal.signal(BREAK, lambda *_: breaks.set())
+    signal.signal(STALL, lambda *_: flows.clear() if flows.is_set() else flows.set())
+
+
+def log_everything() -> None:
+    """Log every library's own lines too, and one for each request."""
+    import uvicorn
+
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
+    make = uvicorn.Config.__init__
+
+    def talkative(config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        make(config, *arguments, **{**options, "log_level": "debug", "access_log": True})
+
+    uvicorn.Config.__init__ = talkative  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from ropewalk.__main__ import main
+
+    log_everything()
+    break_on_signals()
+    main()

@@ -1,0 +1,347 @@
+"""Clients that are slow on purpose do not delay others, and everything is freed afterwards."""
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from socket import AF_INET, IPPROTO_TCP, SO_RCVBUF, SOCK_STREAM, SOL_SOCKET, TCP_MAXSEG, socket
+from typing import Any
+
+import httpx
+import pytest
+
+from ropewalk.server.settings.load import ServeSettings
+from tests.server.fuzz.attack import ask_health, greedy, wait_until_idle
+from tests.server.fuzz.raw_http import address_of, exchange, read_replies, request
+from tests.server.load.soak_watch import num_descriptors, rss_mib, settle, wait_for
+from tests.server.test_metrics import samples, value
+from tests.servers.processes import Server, running_server
+from tests.servers.progress import say
+
+pytestmark = pytest.mark.alone
+
+_SLOW = 50  # clients that send a byte now and then
+_SLOW_S = float(os.environ.get("SLOW_SECONDS", "2"))  # for so long
+_STREAMS = 64  # that no client reads
+_LEAST_S = 0.005  # three times the idle median, but no less than this: two shared cores
+_MOST_GROWTH_MIB = 150
+# Short times, so that the test need not wait long.
+_LIMITS = {
+    "max_connections": 200,
+    "max_total_body_bytes": 4 * 2**20,
+    "head_timeout_seconds": 1.5,
+    "body_timeout_seconds": 1.5,
+    "send_timeout_seconds": 1.5,
+    "max_unread_tokens": 32,
+}
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaa"
+_BODY = request(b'{"prompt": "a"' + b" " * 200 + b"}")
+_STREAM = request(
+    b'{"prompt": "a", "max_tokens": 150, "ignore_eos": true, "stream": true, "logprobs": 20}'
+)
+_LARGE = 1_000_000  # bytes of a body, of which one never arrives
+_UNFINISHED = request(b" " * _LARGE)[:-1]
+_BURST = int(os.environ.get("BURST_CONNECTIONS", "2000"))
+_WHOLE: Any = {
+    "content": b'{"prompt": "a", "max_tokens": 1}' + b" " * _LARGE,
+    "headers": {"Content-Type": "application/json"},
+}
+
+
+def _completion(part: str, count: int) -> bytes:
+    return request(f'{{"prompt": [{",".join([part] * count)}]}}'.encode())
+
+
+def _chat(before: str, part: str, count: int, after: str) -> bytes:
+    body = f"{before}{','.join([part] * count)}{after}"
+    return request(body.encode(), "/v1/chat/completions")
+
+
+# Just below 139,264 values, or 1,179,648 bytes: the limits of a context of 2,048 tokens.
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: _completion("[]", 138_000),
+    "parts": lambda: _chat(
+        '{"messages": [{"role": "user", "content": [',
+        '{"type": "text", "text": "a"}',
+        38_000,
+        "]}]}",
+    ),
+    "messages": lambda: _chat('{"messages": [', '{"role": "user", "content": "a"}', 33_000, "]}"),
+    "keys": lambda: request(
+        b'{"prompt": "a", "logit_bias": {%b}}'
+        % b",".join(b'"%07d": 1' % each for each in range(80_000))
+    ),
+    "chunks": lambda: _CHUNKED + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
+}
+_CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+)
+_PIPELINED = request(b"", "/openapi.json", method="GET", headers=(), close=False) * 40
+
+
+def has(setting: str) -> bool:
+    """Whether the server has this limit."""
+    return setting in ServeSettings.model_fields
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Server]:
+    """A server with room for all the streams at once."""
+    flags = [f"--{name.replace('_', '-')}={given}" for name, given in _LIMITS.items() if has(name)]
+    with running_server("--max-num-seqs", str(_STREAMS), *flags) as running:
+        greedy(running)
+        settle(running.pid)
+        yield running
+
+
+@contextmanager
+def opened(server: Server, count: int, *, tiny: bool = False) -> Iterator[list[socket]]:
+    """So many connections, closed at the end.
+
+    `tiny`: with the smallest segments and buffer, so that the server's kernel keeps no megabytes
+    for a client that takes nothing.
+    """
+    with ExitStack() as at_the_end:
+        made = []
+        for _ in range(count):
+            sock = at_the_end.enter_context(socket(AF_INET, SOCK_STREAM))
+            sock.settimeout(20)
+            if tiny:
+                sock.setsockopt(SOL_SOCKET, SO_RCVBUF, 2048)
+                sock.setsockopt(IPPROTO_TCP, TCP_MAXSEG, 536)
+            sock.connect(address_of(server.url))
+            made.append(sock)
+        yield made
+
+
+def drip(socks: Sequence[socket], sent: bytes, first: int, over: threading.Event) -> None:
+    """Send a byte to each of them five times a second, after the first ones at once."""
+    for number in range(len(sent) - first):
+        piece = sent[:first] if number == 0 else sent[first + number : first + number + 1]
+        for sock in socks:
+            with suppress(OSError):  # the server may have had enough
+                sock.sendall(piece)
+        if over.wait(0.2):
+            return
+
+
+def is_closed(sock: socket) -> bool:
+    """Whether the server has closed the connection, with or without an answer."""
+    sock.settimeout(0.001)
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def idle_health_s(server: Server) -> float:
+    """The median time of /health while the server is idle."""
+    return statistics.median(ask_health(server.url, 100, 0.005, threading.Event()))
+
+
+def others_are_served(server: Server, idle_s: float, seconds: float) -> None:
+    """Check that /health has its usual median time and that completions are the same."""
+    expected, took = greedy(server), []
+    until = time.monotonic() + seconds
+    health_s: list[float] = []
+    while time.monotonic() < until:
+        health_s += ask_health(server.url, 20, 0.01, threading.Event())
+        began = time.monotonic()
+        assert greedy(server) == expected
+        took.append(time.monotonic() - began)
+    busy_s = statistics.median(health_s)
+    say(f"/health {idle_s * 1000:.2f} ms idle, {busy_s * 1000:.2f} ms meanwhile (medians)")
+    say(f"completions at most {max(took) * 1000:.0f} ms")
+    assert busy_s <= max(3 * idle_s, _LEAST_S)
+    assert max(took) < 20
+
+
+def all_is_freed(server: Server, descriptors: int) -> None:
+    """Check that descriptors are as before, no page is held, and requests are served."""
+    assert wait_for(lambda: num_descriptors(server.pid) <= descriptors), (
+        f"{num_descriptors(server.pid)} descriptors, {descriptors} before"
+    )
+    gauges = wait_until_idle(server)
+    assert not any(gauges.values()), gauges
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.parametrize(
+    ("sent", "first", "limit"),
+    [(_HEAD, 1, "head_timeout_seconds"), (_BODY, _BODY.index(b'"a"'), "body_timeout_seconds")],
+    ids=["head", "body"],
+)
+def test_requests_that_come_byte_by_byte_delay_no_others(
+    patient: Server, sent: bytes, first: int, limit: str
+) -> None:
+    """Fifty slow requests come at once; a server with a limit closes them itself."""
+    idle_s, descriptors, over = (
+        idle_health_s(patient),
+        num_descriptors(patient.pid),
+        threading.Event(),
+    )
+    with opened(patient, _SLOW) as socks, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip, socks, sent, first, over)
+        try:
+            others_are_served(patient, idle_s, _SLOW_S)
+            assert num_descriptors(patient.pid) <= descriptors + _SLOW + 5
+            if has(limit):
+                assert wait_for(lambda: all(is_closed(sock) for sock in socks), _LIMITS[limit] + 5)
+                all_is_freed(patient, descriptors)
+        finally:
+            over.set()
+        dripping.result()
+    all_is_freed(patient, descriptors)
+
+
+def test_more_idle_connections_than_allowed_delay_no_requests(patient: Server) -> None:
+    """Open descriptors stay below the cap, if there is one."""
+    idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
+    most = _LIMITS["max_connections"]
+    with opened(patient, most + 100) as socks:
+        for sock in socks[: most // 2]:
+            with suppress(OSError):  # one that was closed to make room
+                sock.sendall(
+                    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                )  # and then kept open
+        others_are_served(patient, idle_s, 2)
+        if has("max_connections"):
+            assert num_descriptors(patient.pid) <= descriptors + most + 5
+    all_is_freed(patient, descriptors)
+
+
+def test_a_burst_of_connections_never_takes_more_descriptors_than_allowed(patient: Server) -> None:
+    """They come faster than any of them is closed, and each sends a part of a head."""
+    address, before, most = address_of(patient.url), num_descriptors(patient.pid), 0
+    probe = request(b"", "/health", method="GET", headers=())
+    with ExitStack() as at_the_end, ThreadPoolExecutor(8) as pool:
+
+        def connect(_: int) -> None:
+            with suppress(OSError):  # it was closed to make room
+                sock = at_the_end.enter_context(socket(AF_INET, SOCK_STREAM))
+                sock.settimeout(20)
+                sock.connect(address)
+                sock.sendall(b"GET /he")
+
+        connecting = [pool.submit(connect, number) for number in range(_BURST)]
+        while not all(each.done() for each in connecting):
+            most = max(most, *(num_descriptors(patient.pid) for _ in range(20)))
+            assert [reply.status for reply in exchange(address, probe)] == [200]
+    say(f"{most - before} of {_BURST} connections at once")
+    assert most <= before + _LIMITS["max_connections"] + 5
+    all_is_freed(patient, before)
+
+
+def test_a_connection_beyond_the_limit_is_told_so_if_none_is_idle(patient: Server) -> None:
+    """Every place has a request whose body is still to come."""
+    descriptors = num_descriptors(patient.pid)
+    with opened(patient, int(_LIMITS["max_connections"])) as socks:
+        for sock in socks:
+            sock.sendall(_BODY[:-1])
+        time.sleep(1)  # the last of the heads are read, on a loaded machine too
+        (reply,) = exchange(address_of(patient.url), b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert reply.status == 503
+        assert b'"connections_full"' in reply.body
+        assert "Retry-After: 1" in reply.head
+    all_is_freed(patient, descriptors)
+
+
+def test_bodies_in_arrival_have_a_bound_together_and_leave_no_memory(patient: Server) -> None:
+    """Four of 150 fit. The others are told to come again, and short requests are served."""
+    descriptors, before_mib = num_descriptors(patient.pid), rss_mib(patient.pid)
+    expected = greedy(patient)
+    with opened(patient, 150) as socks:
+        for sock in socks:
+            with suppress(OSError):  # refused while it sends
+                sock.sendall(_UNFINISHED)
+        assert greedy(patient) == expected
+        grown_mib = rss_mib(patient.pid) - before_mib
+        replies = [reply for sock in socks for reply in read_replies(sock, 1, 20)]
+    statuses = Counter(reply.status for reply in replies)
+    say(f"{dict(statuses)}; +{grown_mib:.0f} MiB with {150 * _LARGE / 2**20:.0f} MiB sent")
+    assert 0 < statuses[408] <= 4  # they were taken, and waited for their last byte
+    assert statuses[408] + statuses[503] == 150
+    for reply in replies:
+        if reply.status == 503:
+            assert json.loads(reply.body)["error"]["code"] == "bodies_full"
+            assert "retry-after: 1" in reply.head.lower()
+    assert grown_mib < 110
+    all_is_freed(patient, descriptors)
+    answers = [httpx.post(f"{patient.url}/v1/completions", **_WHOLE) for _ in range(6)]
+    assert {answer.status_code for answer in answers} == {200}, "the room is free again"
+
+
+@pytest.mark.sampled(fixed=0, drawn=2)
+@pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys", "chunks"])
+def test_a_costly_body_does_not_hold_the_event_loop(server: Server, kind: str) -> None:
+    """Each is as large as the limits allow; probes are answered meanwhile."""
+    raw, over = COSTLY[kind](), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_health, server.url, 10**6, 0.005, over)
+        time.sleep(0.5)  # the probes have begun
+        (reply,) = exchange(address_of(server.url), raw, limit_s=60)
+        over.set()
+        health_s = asking.result()
+    say(f"{kind}: {reply.status}, /health at most {max(health_s) * 1000:.0f} ms")
+    assert reply.status == 400
+    assert max(health_s) < 0.2
+
+
+@pytest.mark.long
+def test_unread_streams_delay_no_requests(patient: Server) -> None:
+    """Sixty-four streams run, and the memory for their unread outputs is bounded."""
+    idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
+    before_mib, finished = rss_mib(patient.pid), answered(patient)
+    with opened(patient, _STREAMS, tiny=True) as socks:
+        for sock in socks:
+            sock.sendall(_STREAM)
+        assert wait_for(lambda: value(patient, "requests_running") == _STREAMS)
+        began = time.monotonic()
+        assert httpx.get(f"{patient.url}/health", timeout=20).status_code == 200
+        greedy(patient)
+        say(f"a completion beside {_STREAMS} streams: {time.monotonic() - began:.2f} s")
+        assert not any(wait_until_idle(patient, 90).values()), "the engine waits for a reader"
+        blocked = _STREAMS + 1 - (answered(patient) - finished)  # one was the completion
+        grown_mib = rss_mib(patient.pid) - before_mib
+        say(f"{blocked} of {_STREAMS} streams are not taken; +{grown_mib:.0f} MiB")
+        assert blocked > 0 or has("max_unread_tokens"), "nothing was held back"
+        assert grown_mib <= _MOST_GROWTH_MIB
+        others_are_served(patient, idle_s, 1)
+    all_is_freed(patient, descriptors)
+
+
+@pytest.mark.parametrize(
+    "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
+)
+def test_a_client_that_takes_nothing_is_disconnected(patient: Server, raw: bytes) -> None:
+    """A thousand clients that take nothing would hold every connection for ever."""
+    descriptors = num_descriptors(patient.pid)
+    limit_s = _LIMITS["send_timeout_seconds"] + 7
+    try:
+        with opened(patient, 8, tiny=True) as socks:
+            for sock in socks:
+                sock.sendall(raw)
+            assert wait_for(lambda: num_descriptors(patient.pid) == descriptors + 8)
+            assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors, limit_s)
+    finally:
+        assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors)
+
+
+def answered(server: Server) -> int:
+    """The number of requests to /v1/completions that are over."""
+    return sum(
+        int(count)
+        for (name, labels), count in samples(server).items()
+        if name == "ropewalk_http_requests_total" and ("route", "/v1/completions") in labels
+    )
