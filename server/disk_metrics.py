@@ -71,7 +71,7 @@ class DiskMetrics:
         self._paused.set(counts.is_paused)
         if self._memory is not None:
             self._memory.add(counts)
-        if counts.place is not None and counts.place != self._place:
+        if self._has_place and counts.place is not None and counts.place != self._place:
             self._info.clear()
             self._info.labels(counts.place).set(1)
             self._place = counts.place

@@ -15,8 +15,8 @@ class PageTier(Protocol):
         `key`: of the page in its group of layers. `depth` pages of the group are before it.
         """
 
-    def used(self, keys: list[Key]) -> None:
-        """Note that a sequence starts with the cached pages of these keys, by position."""
+    def used(self, pages: list[tuple[Key, int]]) -> None:
+        """Note that a sequence starts with cached pages, each with its position in its group."""
 
     @property
     def num_awaited(self) -> int:

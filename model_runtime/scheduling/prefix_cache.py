@@ -16,6 +16,7 @@ from typing import Any
 from ropewalk.rope import Profile, Tier
 
 Key = bytes
+KEY_BYTES = 32  # of a page of the first group, and of every page in a store
 
 
 @lru_cache(maxsize=256)
@@ -143,6 +144,11 @@ def first_page_read(num_tokens: int, window: int | None, page_size: int) -> int:
 def group_key(key: Key, group: int) -> Key:
     """Return the key of a group's page; that of the first group is the key itself."""
     return key + bytes((group,)) if group else key
+
+
+def group_of(key: Key) -> int:
+    """Return the group whose page has a key that `group_key` made."""
+    return key[KEY_BYTES] if len(key) > KEY_BYTES else 0
 
 
 class PrefixIndex:

@@ -4,16 +4,19 @@ import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from itertools import product
 
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, first_page_read, group_key
-
-_KEY_BYTES = 32  # of a page in a store
+from ropewalk.model_runtime.scheduling.prefix_cache import (
+    KEY_BYTES,
+    Key,
+    first_page_read,
+    group_key,
+)
 
 Pages = Generator[Key, bool, None]
 
 
 def stored_key(key: Key) -> Key:
     """Return the key of a page in a store; those of further groups are hashed to its length."""
-    return key if len(key) == _KEY_BYTES else hashlib.sha256(key).digest()
+    return key if len(key) == KEY_BYTES else hashlib.sha256(key).digest()
 
 
 def pages_before(
@@ -40,8 +43,9 @@ def wanted_pages(
     """Yield the keys of the pages to read, and take whether each was there.
 
     First come the pages of groups without a window, up to the first that is absent. Then come those
-    of the windows before that place, the last ones first. If one of them is absent, then the read
-    goes on with the windows before its place. It ends at `num_found`, where the sequence can go on
+    of the windows before that place, the first ones first. If one of them is absent, then no place
+    whose window has it will do, and the read goes on with the windows before it. So it looks once a
+    window at most where there is nothing. It ends at `num_found`, where the sequence can go on
     without a read.
 
     `known`: keys of pages in the cache; those that are read are added.
@@ -70,13 +74,13 @@ def wanted_pages(
 def _in_windows(
     end: int, windows: Sequence[int | None], page_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pages of windows before a place, the last ones first: a place and a group each."""
+    """Yield the pages of windows before a place, the first ones first: a place and a group each."""
     firsts = {
         group: first_page_read(end * page_size, window, page_size)
         for group, window in enumerate(windows)
         if window is not None
     }
-    for at in reversed(range(min(firsts.values(), default=end), end)):
+    for at in range(min(firsts.values(), default=end), end):
         for group, first in firsts.items():
             if at >= first:
                 yield at, group

@@ -181,11 +181,8 @@ class SequencePages:
             self.states.start(sequence, keys)
         self.pool.share([page for page in found if page != HOLE])
         if self.tier is not None and found:
-            self.tier.used([
-                group_key(keys[at // self.num_groups], at % self.num_groups)
-                for at, page in enumerate(found)
-                if page != HOLE
-            ])  # fmt: skip
+            places = [divmod(at, self.num_groups) for at, page in enumerate(found) if page != HOLE]
+            self.tier.used([(group_key(keys[at], group), at) for at, group in places])
         sequence.pages = list(found)
         sequence.num_published = self.num_per_group(found)
         sequence.num_computed = sequence.num_published * self.page_size

@@ -211,7 +211,7 @@ def test_host_memory_of_a_gpu_is_planned_and_told(embedded: Any, tmp_path: Path)
 
 def test_metrics_of_host_memory_exist_with_it_only() -> None:
     """The size of a folder stays zero without one."""
-    counts = TierCounts(num_bytes=7, num_memory_bytes=500)
+    counts = TierCounts(num_bytes=7, num_memory_bytes=500, place="at random")
     counts.memory["read"] = 3
     for has_memory in (False, True):
         factory = MetricFactory()
@@ -219,6 +219,8 @@ def test_metrics_of_host_memory_exist_with_it_only() -> None:
         metrics.add(counts)
         found = factory.registry.get_sample_value
         assert found("ropewalk_kv_disk_bytes") == (0 if has_memory else 7)
+        info = found("ropewalk_kv_disk_info", {"place": "at random"})
+        assert info == (None if has_memory else 1)  # it shares its pages with nobody
         assert found("ropewalk_kv_offload_bytes") == (500 if has_memory else None)
         read = found("ropewalk_kv_offload_pages_total", {"event": "read"})
         assert read == (3 if has_memory else None)

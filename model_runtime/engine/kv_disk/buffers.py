@@ -6,11 +6,15 @@ while it computes (offload/device_pages.py).
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
+
+_log = structlog.get_logger(__name__)
 
 Bytes = NDArray[np.uint8]
 
@@ -94,9 +98,13 @@ class Buffers:
         self._free: list[Bytes] = []
         self._num_taken = threading.Semaphore(most)
         self._lock = threading.Lock()
+        self._is_told = False  # that there was no memory for one
 
     def take(self, timeout_s: float | None = None) -> Bytes | None:
-        """Return a buffer, or None if there is none in this time; by default at once."""
+        """Return a buffer, or None if there is none in this time; by default at once.
+
+        There is none either if the machine has no memory for one.
+        """
         is_left = (
             self._num_taken.acquire(blocking=False)
             if timeout_s is None
@@ -107,7 +115,19 @@ class Buffers:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return self._new(self.num_bytes)
+        try:
+            return self._new(self.num_bytes)
+        except (RuntimeError, MemoryError) as error:  # pinned memory, too, can run out
+            self._num_taken.release()
+            self._tell(error)
+            if timeout_s is not None:
+                time.sleep(timeout_s)
+            return None
+
+    def _tell(self, error: Exception) -> None:
+        if not self._is_told:
+            self._is_told = True
+            _log.warning("kv_disk_no_memory", num_bytes=self.num_bytes, reason=str(error))
 
     def give(self, buffer: Bytes) -> None:
         """Take a buffer back."""

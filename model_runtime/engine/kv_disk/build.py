@@ -11,7 +11,7 @@ from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderError, open_root
 from ropewalk.model_runtime.engine.kv_disk.files.janitor import SMALLEST_CAP, FolderStore
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import VERSION, PageFormat
@@ -57,13 +57,16 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     form = _unnamed(checkpoint, config, store, memory)
     counting = Counting()
     place, open_store = _opening(checkpoint, config, form)
+    below = None
     if config.kv_offload_gib is not None:
-        place, open_store = _offloaded(config.kv_offload_gib, form, counting, (place, open_store))
+        below = Pause("reads")
+        opening = place, open_store
+        place, open_store = _offloaded(config.kv_offload_gib, form, counting, opening, below)
     assert open_store is not None
     to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
     writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
-    reader = Reader(to_read, counting, lambda key: writer.delete([key]))
-    return DiskTier(memory, writer, reader, counting)
+    reader = Reader(to_read, counting, lambda key: writer.delete([key]), below)
+    return DiskTier(memory, writer, reader, counting, _used_bytes(config, memory.num_bytes))
 
 
 # The name of a place, and how it is opened; None: there is none.
@@ -89,7 +92,20 @@ def _copies(device: torch.device, config: EngineConfig, store: KVCache) -> PageC
         SideStream,
     )
 
-    return DevicePages(store.page_bytes(), SideStream(device))
+    try:
+        return DevicePages(store.page_bytes(), SideStream(device))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"kv_offload_gib needs the memory of two pages on {device}, and it is not free: {error}"
+        ) from error
+
+
+def _used_bytes(config: EngineConfig, num_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of each group's layers in a page, which come before places without one."""
+    groups = config.page_groups
+    if groups is None:
+        return ()
+    return tuple(num_bytes * len(each) // groups.num_places for each in groups.layers)
 
 
 def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> _Opening:
@@ -116,7 +132,9 @@ def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> 
     return _folder(config, form, make_format)
 
 
-def _offloaded(gib: float, form: PageFormat, counting: Counting, below: _Opening) -> _Opening:
+def _offloaded(
+    gib: float, form: PageFormat, counting: Counting, below: _Opening, pause: Pause
+) -> _Opening:
     """Return host memory before a place. Raises ModelError if it is too large, or too small."""
     from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import (  # noqa: PLC0415  # rare
         HostMemory,
@@ -138,9 +156,9 @@ def _offloaded(gib: float, form: PageFormat, counting: Counting, below: _Opening
     def open_store() -> PageStore:
         if open_below is None:  # its pages end with the process, so any identity will do
             own = replace(form, identity=secrets.token_bytes(32))
-            return HostMemory(own, most_bytes, counting, None)
+            return HostMemory(own, most_bytes, counting, None, pause)
         store = open_below()
-        return HostMemory(store.form, most_bytes, counting, store)
+        return HostMemory(store.form, most_bytes, counting, store, pause)
 
     return place, open_store
 

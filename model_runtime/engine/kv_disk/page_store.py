@@ -34,8 +34,11 @@ class PageStore(Protocol):
         The content of `into` is undefined after an error.
         """
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> None:
-        """Write a page; `depth` pages are before it. Raises StoreError or OSError."""
+    def write(self, key: bytes, page: memoryview, depth: int) -> bool:
+        """Write a page; `depth` pages are before it. Raises StoreError or OSError.
+
+        Returns False if the place behind host memory had it already.
+        """
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Delete the pages of these keys, as far as there are any. Raises StoreError."""

@@ -55,13 +55,22 @@ class Reader:
     """The threads, and how long a page takes them."""
 
     def __init__(
-        self, buffers: Buffers, counting: Counting, delete: Callable[[bytes], None]
+        self,
+        buffers: Buffers,
+        counting: Counting,
+        delete: Callable[[bytes], None],
+        below: Pause | None = None,
     ) -> None:
-        """`delete` gets the key of each file that is not what it should be."""
+        """Prepare.
+
+        `delete` gets the key of each file that is not what it should be. `below`: the pause of the
+        place behind host memory, which is read meanwhile; None: there is no host memory.
+        """
         self.buffers = buffers
         self._counting = counting
         self._delete = delete
-        self.pause = Pause("reads")
+        self.pause = Pause("reads") if below is None else below
+        self._has_memory = below is not None
         self.page_s: float | None = None  # None: no page was read yet
         self._fetches: queue.SimpleQueue[tuple[PageStore, Fetch] | None] = queue.SimpleQueue()
         self._read_now: list[Fetch | None] = [None] * _NUM_THREADS  # by each thread
@@ -87,7 +96,8 @@ class Reader:
         """Return whether a read may begin; pause again if every thread still hangs in one."""
         if self._is_stuck(now):
             self.pause.begin("every read takes too long")
-        return not self.pause.is_on
+            return False
+        return self._has_memory or not self.pause.is_on
 
     def hangs(self, fetch: Fetch, now: float) -> bool:
         """Return whether a page takes far longer than others did, or no thread can begin one."""
@@ -154,7 +164,7 @@ class Reader:
                     self._discard(fetch)
                 fetch.answered.set()
                 self._wake()
-            elif self.pause.is_on:
+            elif self.pause.is_on and not self._has_memory:
                 break
             try:
                 key = fetch.pages.send(is_read)
@@ -177,7 +187,7 @@ class Reader:
             fetch.reading_since = None
         taken = time.monotonic() - began
         self._counting.spent(read_s=taken)
-        if not fetch.is_given_up:
+        if not fetch.is_given_up and not self._has_memory:
             self.pause.ended_well()
         before = taken if self.page_s is None else self.page_s
         self.page_s = before + _NEWEST_WEIGHS * (taken - before)

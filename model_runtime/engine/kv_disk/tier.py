@@ -20,7 +20,7 @@ from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes, Done, PageCopie
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key, group_of
 from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
     stored_key,
@@ -45,10 +45,19 @@ class DiskTier:
     """A tier of pages in files. All methods are for the engine's thread."""
 
     def __init__(
-        self, memory: PageCopies, writer: Writer, reader: Reader, counting: Counting
+        self,
+        memory: PageCopies,
+        writer: Writer,
+        reader: Reader,
+        counting: Counting,
+        num_used: tuple[int, ...] = (),
     ) -> None:
-        """Combine the parts."""
+        """Combine the parts.
+
+        `num_used`: by group, the bytes of a page with its layers, which come first. Empty: all.
+        """
         self._memory = memory
+        self._num_used = num_used
         self._writer = writer
         self._reader = reader
         self._counting = counting
@@ -88,10 +97,10 @@ class DiskTier:
 
     # Writes
 
-    def used(self, keys: list[Key]) -> None:
-        """Let the store know that a sequence starts with these pages, its first ones."""
+    def used(self, pages: list[tuple[Key, int]]) -> None:
+        """Let the store know that a sequence starts with these pages, each with its position."""
         if not self._writer.is_off:
-            self._writer.used([stored_key(key) for key in keys])
+            self._writer.used([(stored_key(key), depth) for key, depth in pages])
 
     def offer(self, key: Key, depth: int) -> None:
         """Note a published page; `depth` pages are before it in its prefix."""
@@ -130,7 +139,8 @@ class DiskTier:
         done = self._memory.copy_out(page, buffer)
         if done is not None:
             self._leaving.append((done, page, key))
-        self._writer.put(Copied(stored_key(key), depth, buffer, done))
+        num_used = self._num_used[group_of(key)] if self._num_used else None
+        self._writer.put(Copied(stored_key(key), depth, buffer, done, num_used))
         self._remember(key)
         return True
 
@@ -203,7 +213,7 @@ class DiskTier:
     ) -> Fetch:
         """Return a read that holds all pages of its sequence; `needed`: if every page is there."""
         index, pool = self._pages.index, self._pages.pool
-        held = dict.fromkeys(page for page in found if page != HOLE)
+        first = dict.fromkeys(page for page in found if page != HOLE)
         num_before = self._pages.num_per_group(found)
         known = {
             key
@@ -211,8 +221,10 @@ class DiskTier:
             for key in (group_key(each, group) for each in keys)
             if index.page_of(key) is not None
         }
-        held |= dict.fromkeys(page for key in needed if (page := index.page_of(key)) is not None)
-        num_new = self._pages.num_to_hold(sequence) - len(held)
+        kept = dict.fromkeys(page for key in needed if (page := index.page_of(key)) is not None)
+        # Windows before the place found count once more: the new ones come beside them.
+        num_new = self._pages.num_to_hold(sequence) - len(kept)
+        held = first | kept
         pool.share(list(held))
         reserved = pool.allocate(max(0, min(num_new, pool.num_available)))
         pages = wanted_pages(keys, num_before, *self._pages.layout, known)

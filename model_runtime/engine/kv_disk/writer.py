@@ -39,6 +39,7 @@ class Copied(NamedTuple):
     depth: int  # pages before it in its prefix
     buffer: Bytes
     done: Done | None = None  # None: the copy has ended
+    num_used: int | None = None  # bytes of layers; the rest is of other prompts. None: all
 
 
 class Writer:
@@ -66,8 +67,8 @@ class Writer:
         self.store: PageStore | None = None  # None: it is not open yet
         self.is_off = False  # it could not be opened
         self._queue: queue.SimpleQueue[Copied | list[bytes] | None] = queue.SimpleQueue()
-        self._used: deque[list[bytes]] = deque(maxlen=_MOST_USED)
-        self._to_touch: list[tuple[int, bytes]] = []  # depth and key, of one prefix, last one first
+        self._used: deque[list[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
+        self._to_touch: list[tuple[bytes, int]] = []  # key and depth, of one prefix, last one first
         self._touched: dict[bytes, float] = {}  # when, of pages in use
         self._left_bytes = 0  # that may be written before the next look
         self._looked_s = -math.inf
@@ -88,9 +89,9 @@ class Writer:
     def delete(self, keys: list[bytes]) -> None:
         self._queue.put(keys)
 
-    def used(self, keys: list[bytes]) -> None:
-        """Let the store know, soon, that the pages of a prefix are in use."""
-        self._used.append(keys)
+    def used(self, pages: list[tuple[bytes, int]]) -> None:
+        """Let the store know, soon, that the pages of a prefix, each with its depth, are in use."""
+        self._used.append(pages)
         if len(self._used) == 1:
             self._queue.put([])  # wakes the thread
 
@@ -126,6 +127,8 @@ class Writer:
             try:
                 if item.done is not None:
                     item.done.synchronize()
+                if item.num_used is not None:
+                    item.buffer[item.num_used :] = 0
                 self._write(item)
             finally:
                 self.buffers.give(item.buffer)
@@ -162,12 +165,14 @@ class Writer:
             if not self._may_write(store):
                 self._counting.page("dropped")
                 return
-            store.write(copied.key, copied.buffer.data, copied.depth)
+            is_written = store.write(copied.key, copied.buffer.data, copied.depth)
         except (OSError, StoreError) as error:
             self._counting.page("dropped")
             self._pause(error)
             return
         self._touched[copied.key] = time.monotonic()
+        if not is_written:
+            return
         self.pause.ended_well()
         self._left_bytes -= store.form.file_bytes
         self._counting.page("written")
@@ -188,9 +193,9 @@ class Writer:
         due: list[tuple[bytes, int]] = []
         while len(due) < _TOUCHED_AT_ONCE and (self._to_touch or self._used):
             if not self._to_touch:
-                self._to_touch = list(enumerate(self._used.popleft()))[::-1]
+                self._to_touch = self._used.popleft()[::-1]
                 continue
-            depth, key = self._to_touch.pop()
+            key, depth = self._to_touch.pop()
             if self._touched.get(key, before) <= before:
                 due.append((key, depth))
                 self._touched[key] = now

@@ -180,7 +180,7 @@ class PageFolder:
             raise BadPageError("foreign" if is_link else "unreadable") from error
         return True
 
-    def write(self, key: bytes, page: memoryview, depth: int = 0) -> None:
+    def write(self, key: bytes, page: memoryview, depth: int = 0) -> bool:
         """Write a page under its key; `depth` pages are before it. Raises OSError."""
         with self._shelf(key, create=True) as shelf:
             part = f".{secrets.token_hex(8)}"
@@ -196,6 +196,7 @@ class PageFolder:
                     os.unlink(part, dir_fd=shelf)
                 raise
         self.touch([(key, depth)])
+        return True
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Delete the files of these keys, or the links in their place, if there are any."""

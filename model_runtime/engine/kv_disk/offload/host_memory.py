@@ -17,7 +17,7 @@ from itertools import count
 import numpy as np
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, Room
 
@@ -37,13 +37,19 @@ class HostMemory:
     """At most so many bytes of pages. Any thread may call any method."""
 
     def __init__(
-        self, form: PageFormat, most_bytes: int, counting: Counting, below: PageStore | None
+        self,
+        form: PageFormat,
+        most_bytes: int,
+        counting: Counting,
+        below: PageStore | None,
+        pause: Pause,
     ) -> None:
-        """Hold none yet. `below`: the place behind it; None: there is none."""
+        """Hold none yet. `below`: the place behind it; None: there is none. `pause`: its reads'."""
         self.form = form
         self._most = most_bytes // form.num_bytes
         self._counting = counting
         self._below = below
+        self._pause = pause
         self._name = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}
@@ -55,7 +61,7 @@ class HostMemory:
         return key in self._held and (self._below is None or self._below.has(key))
 
     def read(self, key: bytes, into: memoryview) -> bool:
-        """Read a page from here, or from below. Raises BadPageError."""
+        """Read a page from here, or from below unless that pauses. Raises BadPageError."""
         with self._lock:
             held = self._held.get(key)
             if held is not None:
@@ -64,16 +70,18 @@ class HostMemory:
             np.copyto(np.frombuffer(into, np.uint8), held.content)
             self._counting.in_memory("read")
             return True
-        if self._below is None or not self._below.read(key, into):
+        if self._below is None or self._pause.is_on or not self._below.read(key, into):
             return False
-        self._keep(key, into, 0)
+        self._pause.ended_well()
+        self._keep(key, into, None)
         return True
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> None:
+    def write(self, key: bytes, page: memoryview, depth: int) -> bool:
         """Keep a page here, and write it below. Raises StoreError or OSError."""
         self._keep(key, page, depth)
-        if self._below is not None and not self._below.has(key):
-            self._below.write(key, page, depth)
+        if self._below is None:
+            return True
+        return not self._below.has(key) and self._below.write(key, page, depth)
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Delete pages here and below. Raises StoreError."""
@@ -106,13 +114,16 @@ class HostMemory:
         if self._below is not None:
             self._below.reopen()
 
-    def _keep(self, key: bytes, page: memoryview, depth: int) -> None:
+    def _keep(self, key: bytes, page: memoryview, depth: int | None) -> None:
+        """Hold a page; `depth` is None where it is not known yet."""
         content = np.frombuffer(page, np.uint8).copy()
         with self._lock:
             if key not in self._held:
                 while self._held and len(self._held) >= self._most:
                     self._evict()
-                self._held[key] = _Held(content, depth, 0)
+                self._held[key] = _Held(content, 0, 0)
+            if depth is not None:
+                self._held[key].depth = depth
             self._use(key, self._held[key])
             self._tell()
 

@@ -85,10 +85,11 @@ class ValkeyStore:
         take_page(memoryview(content), self.form, key, into)
         return True
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> None:  # noqa: ARG002  # a store's own order
+    def write(self, key: bytes, page: memoryview, depth: int) -> bool:  # noqa: ARG002  # a store's own order
         """Write a page. Raises StoreError."""
         content = page_content(self.form, key, page)
         self._asked(lambda: self._client.set(self._name(key), content))
+        return True
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Delete the values of these keys. Raises StoreError."""

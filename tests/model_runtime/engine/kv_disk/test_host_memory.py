@@ -2,19 +2,27 @@
 
 import random
 import secrets
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk import build
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
-from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
+from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
+from ropewalk.model_runtime.engine.kv_disk.offload import device_pages
 from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import HostMemory
+from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk import late_copies
 from tests.model_runtime.engine.kv_disk.disk_engines import (
@@ -108,8 +116,8 @@ def test_memory_comes_before_the_folder_and_is_filled_from_it(
     server = Server(engines, checkpoint, folder, **limits)
     expected, _ = server.ask(asked(checkpoint))
     server.stop()
-    written = {path.name for path in files(folder)}
-    assert len(written) == NUM_PAGES
+    names = {path.name for path in files(folder)}
+    assert len(names) == NUM_PAGES
     server = Server(engines, checkpoint, folder, **limits)
     reads: list[bytes] = []
     read = PageFolder.read
@@ -119,8 +127,9 @@ def test_memory_comes_before_the_folder_and_is_filled_from_it(
     for _ in range(2):
         assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
         server.ask(asked(checkpoint, 1))  # evicts it
+        written(server)
     server.stop()
-    own = [each for each in reads if each.hex() in written]
+    own = [each for each in reads if each.hex() in names]
     assert len(own) == len(set(own)) == NUM_PAGES
     assert server.disk.sum.memory["read"] >= NUM_PAGES
 
@@ -132,7 +141,7 @@ def key_of(number: int) -> bytes:
 def memory_of(num_pages: int, below: Any = None) -> HostMemory:
     """Room for so many pages, and a half."""
     most_bytes = num_pages * NUM_BYTES + NUM_BYTES // 2
-    return HostMemory(FORM, most_bytes, Counting(), below)
+    return HostMemory(FORM, most_bytes, Counting(), below, Pause("reads"))
 
 
 def held(memory: HostMemory, keys: range) -> list[int]:
@@ -191,6 +200,85 @@ def test_a_page_is_written_below_unless_it_is_there(tmp_path: Path) -> None:
     other.discard([key_of(1)])
     assert not folder.has(key_of(1))
     assert not other.read(key_of(1), memoryview(into))
+
+
+def test_the_depth_of_a_page_from_below_is_that_of_its_next_write(tmp_path: Path) -> None:
+    """A read does not know it, and does not forget it."""
+    folder = PageFolder(tmp_path / "kv", FORM)
+    memory, page = memory_of(2, folder), memoryview(bytes(NUM_BYTES))
+    folder.write(key_of(1), page, 9)
+    assert memory.read(key_of(1), memoryview(bytearray(NUM_BYTES)))
+    assert not memory.write(key_of(1), page, 9)  # below it is there
+    memory._keep(key_of(1), page, None)
+    assert memory._held[key_of(1)].depth == 9
+
+
+class Unreachable(PageFolder):
+    """A place whose reads fail, and are counted."""
+
+    num_asked = 0
+
+    def read(self, key: bytes, into: memoryview) -> bool:
+        """Fail as a store that is gone."""
+        self.num_asked += 1
+        raise BadPageError("unreachable") from OSError("gone")
+
+
+def test_memory_is_read_while_the_place_behind_it_pauses(tmp_path: Path) -> None:
+    """That is asked once; then what memory lacks is absent."""
+    below, counting, pause = Unreachable(tmp_path / "kv", FORM), Counting(), Pause("reads")
+    memory = HostMemory(FORM, 8 * NUM_BYTES, counting, below, pause)
+    memory.write(key_of(1), memoryview(bytes(NUM_BYTES)), 0)
+    reader = Reader(Buffers(NUM_BYTES, 4), counting, lambda _: None, pause)
+    found = []
+    for _ in range(3):
+        for key in (key_of(2), key_of(1)):
+            assert reader.is_usable(time.monotonic())
+            fetch = Fetch([key], 0, wanted_pages([key], 0, (None,), 64, set()), 0.0, [], [])
+            reader._read(memory, fetch)
+            found.append(len(fetch.arrived))
+            reader.give_up(fetch)
+    assert pause.is_on
+    assert below.num_asked == 1
+    assert found == [0, 1] * 3
+    counts = counting.take(is_paused=True)
+    assert counts is not None
+    assert counts.bad_files == {"unreachable": 1}
+
+
+def test_memory_that_cannot_be_had_is_given_back_and_no_error() -> None:
+    """Pinned memory, too, can run out; later there may be some."""
+    fails = True
+
+    def new(num_bytes: int) -> np.ndarray:
+        if fails:
+            raise RuntimeError("CUDA error: out of memory")
+        return np.zeros(num_bytes, np.uint8)
+
+    buffers = Buffers(8, 2, new)
+    for _ in range(3):
+        assert buffers.take() is None
+        assert buffers.take(0.001) is None
+    fails = False
+    taken = [buffers.take() for _ in range(3)]
+    assert [each is None for each in taken] == [False, False, True]
+
+
+def test_a_device_without_memory_for_two_pages_is_refused_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copies of pages have memory of their own there."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 MiB")
+
+    monkeypatch.setattr(device_pages, "DevicePages", fail)
+    monkeypatch.setattr(device_pages, "SideStream", lambda _: None)
+    store: Any = SimpleNamespace(page_bytes=list)
+    config: Any = SimpleNamespace(kv_offload_gib=1.0)
+    sentence = "kv_offload_gib needs the memory of two pages on cuda, and it is not free: tried to"
+    with pytest.raises(ModelError, match=sentence):
+        build._copies(torch.device("cuda"), config, store)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import Sequence
@@ -163,7 +164,28 @@ def test_pages_to_be_touched_wait_in_bounded_memory() -> None:
     """The disk may hang for hours while prefixes in memory are in use."""
     writer = Writer("", lambda: None, lambda _: True, Buffers(1, 1), Counting())  # type: ignore[arg-type, return-value]
     for _ in range(1000):
-        writer.used([b"key"])
+        writer.used([(b"key", 0)])
     assert len(writer._used) <= 256
     assert isinstance(writer._queue, queue.SimpleQueue)
     assert writer._queue.qsize() == 1
+
+
+def test_a_read_reserves_pages_beside_windows_before_the_place_found() -> None:
+    """Those are held until the sequence starts further on, where it does not need them."""
+    groups = PageGroups(((0,), (1,)), (None, 2 * PAGE))
+    bench = Bench(kv_cache_tokens=64 * PAGE, page_groups=groups, max_num_batched_tokens=4 * PAGE)
+    bench.tier._writer.store = None
+    bench.add(3 * PAGE + 1)
+    bench.run()
+    bench.tier._writer.store = object()  # type: ignore[assignment]
+    used: list[tuple[bytes, int]] = []
+    bench.tier._writer.used = used.extend  # type: ignore[method-assign]
+    sequence, fetch = bench.fetch(7 * PAGE + 1)
+    assert fetch.num_before == 3
+    assert len(fetch.held) == 3 + 2
+    # Of the group without a window three pages are there, and of the windows none that is needed.
+    assert len(fetch.reserved) == bench.scheduler.pages.num_to_hold(sequence) - 3
+    fetch.is_done = True
+    bench.run()
+    assert sequence.is_running
+    assert [depth for _, depth in used] == [0, 1, 1, 2, 2]  # by position, not by place in the list

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ NAMES = ("gemma3_text", "mistral")  # layers of both kinds, and of one
 CASES = [(name, kind) for name in NAMES for kind in ("auto", *FORMATS)]
 PAGE, WINDOW = 32, 40
 YARN = {"rope_type": "yarn", "factor": 4.0}
+SECRET = 1234.5
 LIMITS: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 2048, "max_model_len": 256}
 
 
@@ -142,3 +144,47 @@ def test_a_read_reaches_the_longest_prefix_that_is_there(
     if set(every) <= stored:
         assert set(asked) == set(pages_before(keys, num_pages, windows, size)) - cached
     assert len({stored_key(key) for key in every}) == len(every)
+
+
+@pytest.mark.parametrize(("windows", "most"), [((512,), 65), ((None, 512, 64), 64)])
+def test_a_store_without_windows_is_asked_once_a_window(
+    windows: tuple[int | None, ...], most: int
+) -> None:
+    """A cold prompt of 32,768 tokens has 512 pages; a page without a window is there."""
+    keys = [number.to_bytes(32, "big") for number in range(512)]
+    plan, num_missed = wanted_pages(keys, 0, windows, 64, set()), 0
+    key = next(plan, None)
+    while key is not None:
+        is_there = windows[0] is None and len(key) == 32
+        num_missed += not is_there
+        try:
+            key = plan.send(is_there)
+        except StopIteration:
+            break
+    assert 0 < num_missed <= most
+
+
+def test_files_hold_nothing_of_others_in_places_without_a_layer(
+    engines: EngineFactory, tmp_path: Path
+) -> None:
+    """The cache held numbers of another prompt there, which stay in the memory of the server."""
+    checkpoint = with_weights(windowed("gemma3_text"), tmp_path / "model")
+    own = groups_of(checkpoint)
+    layers = sorted(index for each in own.layers for index in each)
+    groups = PageGroups((tuple(layers[:-1]), tuple(layers[-1:])), (None, None))
+    assert len(layers) > 2
+    server = Server(engines, checkpoint, tmp_path / "kv", page_groups=groups, **LIMITS)
+    tensors = server.engine._core._runner.store.page_memory()
+    for tensor in tensors[2:]:
+        tensor.view(np.float32)[:] = SECRET
+    asked = request(deployment_of(checkpoint), PROMPT, max_tokens=1)
+    server.ask(asked)
+    server.stop()
+    size = sum(each.shape[1] for each in tensors[:2])
+    found = [
+        np.fromfile(path, np.float32)[-len(tensors) * size // 8 :]
+        for path in files(tmp_path / "kv")
+    ]
+    assert len(found) == 12
+    assert not any((each == SECRET).any() for each in found)
+    assert sum(not each[size // 4 :].any() for each in found) == 6

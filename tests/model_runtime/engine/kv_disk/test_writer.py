@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import structlog
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.finite import IsFinite, plain_check
 from ropewalk.model_runtime.engine.kv_disk.page_store import Room, StoreError
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
 
@@ -21,6 +23,8 @@ class Noting:
         self.done: list[tuple[str, Any]] = []
         self.fault: Exception | None = None
         self.has_all = False
+        self.is_new = True  # what is written
+        self.pages: dict[bytes, bytes] = {}
         self.num_looks = 0
 
     def _note(self, what: str, which: Any) -> None:
@@ -31,8 +35,10 @@ class Noting:
     def has(self, key: bytes) -> bool:
         return self.has_all
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> None:
+    def write(self, key: bytes, page: memoryview, depth: int) -> bool:
         self._note("write", key)
+        self.pages[key] = bytes(page)
+        return self.is_new
 
     def discard(self, keys: Sequence[bytes]) -> None:
         self._note("discard", list(keys))
@@ -55,9 +61,9 @@ class Noting:
         return "".join(what[0] for what, _ in self.done)
 
 
-def writer_over(store: Noting) -> Writer:
+def writer_over(store: Noting, is_finite: IsFinite = lambda _: True) -> Writer:
     """A writer without its thread: a test calls `_serve_next`."""
-    writer = Writer("", lambda: store, lambda _: True, Buffers(8, 4), Counting())  # type: ignore[arg-type, return-value]
+    writer = Writer("", lambda: store, is_finite, Buffers(8, 4), Counting())  # type: ignore[arg-type, return-value]
     assert writer._open()
     return writer
 
@@ -68,6 +74,11 @@ def put(writer: Writer, key: bytes) -> None:
     writer.put(Copied(key, 0, buffer))
 
 
+def pages_of(prefix: int, num: int) -> list[tuple[bytes, int]]:
+    """The keys of a prefix with their depths."""
+    return [(key, depth) for depth, key in enumerate(keys_of(prefix, num))]
+
+
 def keys_of(prefix: int, num: int) -> list[bytes]:
     return [bytes([prefix, *divmod(number, 256)]) for number in range(num)]
 
@@ -76,7 +87,7 @@ def test_writes_wait_for_a_few_touches_at_most() -> None:
     """Prefixes in use have 300 pages, and the writes came after them."""
     store = Noting()
     writer = writer_over(store)
-    prefixes = [keys_of(number, 150) for number in range(2)]
+    prefixes = [pages_of(number, 150) for number in range(2)]
     for each in prefixes:
         writer.used(each)
     for key in (b"a", b"b", b"c"):
@@ -86,7 +97,7 @@ def test_writes_wait_for_a_few_touches_at_most() -> None:
     assert store.order.startswith("twtwtwt")
     touched = [page for what, pages in store.done if what == "touch" for page in pages]
     assert max(len(pages) for what, pages in store.done if what == "touch") == 16
-    assert touched == [(key, depth) for each in prefixes for depth, key in enumerate(each)]
+    assert touched == [*prefixes[0], *prefixes[1]]
 
 
 def test_a_page_is_touched_once_a_minute() -> None:
@@ -96,15 +107,15 @@ def test_a_page_is_touched_once_a_minute() -> None:
     keys = keys_of(0, 3)
     put(writer, keys[0])
     for _ in range(3):
-        writer.used(keys)
+        writer.used(pages_of(0, 3))
     while writer._used or writer._to_touch or not writer._queue.empty():
         assert writer._serve_next()
     assert store.done[1:] == [("touch", [(keys[1], 1), (keys[2], 2)])]
     writer._touched = dict.fromkeys(keys, time.monotonic() - 61)
-    writer.used(keys)
+    writer.used(pages_of(0, 3))
     while writer._used or writer._to_touch:
         assert writer._serve_next()
-    assert store.done[-1] == ("touch", [(key, depth) for depth, key in enumerate(keys)])
+    assert store.done[-1] == ("touch", pages_of(0, 3))
 
 
 def test_a_store_that_does_not_answer_is_not_told_as_open() -> None:
@@ -127,7 +138,7 @@ def test_a_fault_of_a_touch_or_a_deletion_pauses_the_writes() -> None:
     store = Noting()
     writer = writer_over(store)
     store.fault = StoreError("gone")
-    writer.used(keys_of(0, 40))
+    writer.used(pages_of(0, 40))
     assert writer._serve_next()
     assert writer.pause.is_on
     put(writer, b"a")
@@ -167,3 +178,29 @@ def test_the_place_is_known_although_all_pages_are_there_after_a_fault_at_the_st
     counts = writer._counting.take(is_paused=False)
     assert counts is not None
     assert counts.place is not None
+
+
+def test_places_without_a_layer_are_written_as_zeros_and_before_the_check() -> None:
+    """They hold what another prompt left there, and its NaN says nothing about this page."""
+    store = Noting()
+    writer = writer_over(store, plain_check("float32"))
+    buffer = writer.buffers.take()
+    assert buffer is not None
+    buffer.view(np.float32)[:] = 5, np.nan
+    writer.put(Copied(b"a", 0, buffer, None, num_used=4))
+    assert writer._serve_next()
+    assert store.pages == {b"a": np.array([5, 0], np.float32).tobytes()}
+
+
+def test_a_page_that_was_there_is_not_counted_as_written() -> None:
+    """Host memory keeps it again, and the folder behind it has it already."""
+    store = Noting()
+    writer = writer_over(store)
+    for is_new in (False, True):
+        store.is_new = is_new
+        put(writer, b"a" if is_new else b"b")
+        assert writer._serve_next()
+    counts = writer._counting.take(is_paused=False)
+    assert counts is not None
+    assert counts.pages == {"written": 1, "evicted": 0}
+    assert counts.num_bytes == 8
