@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,30 +119,37 @@ def test_two_servers_share_a_folder_that_is_always_full(server: Server, tmp_path
         servers = [stack.enter_context(disk_server(folder, SMALLEST_GIB, *small)) for _ in range(2)]
         watcher = threading.Thread(target=watch)
         watcher.start()
-        jobs = [(draw.choice(servers).url, draw.randrange(len(prompts))) for _ in range(48)]
-        with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(lambda job: ask(job[0], prompts[job[1]]), jobs))
-        told = [metrics(each.url) for each in servers]
-        is_over.set()
-        watcher.join()
-    assert [choice for choice, _ in answers] == [expected[number] for _, number in jobs]
-    assert max(sizes) <= 34 * PAGE_BYTES  # a look at all files may see one before and after a move
-    assert max(sizes) > 20 * PAGE_BYTES
-    assert all(each['pages_total{event="read"}'] > 0 for each in told)
-    assert sum(each['pages_total{event="evicted"}'] for each in told) > 0
+        try:
+            for _ in range(10):  # a busy machine writes late, and then there is little to read
+                jobs = [(draw.choice(servers).url, draw.randrange(len(prompts))) for _ in range(48)]
+                with ThreadPoolExecutor(6) as pool:
+                    answers = list(pool.map(lambda job: ask(job[0], prompts[job[1]]), jobs))
+                assert [choice for choice, _ in answers] == [expected[at] for _, at in jobs]
+                told = [metrics(each.url) for each in servers]
+                num_read = [each['pages_total{event="read"}'] for each in told]
+                num_evicted = sum(each['pages_total{event="evicted"}'] for each in told)
+                if all(num_read) and num_evicted and max(sizes) > 20 * PAGE_BYTES:
+                    break
+        finally:
+            is_over.set()
+            watcher.join()
+    assert all(num_read)
+    assert num_evicted > 0
+    assert 20 * PAGE_BYTES < max(sizes) <= 34 * PAGE_BYTES
     bad = {name: value for each in told for name, value in each.items() if "bad" in name}
     assert not any(value for name, value in bad.items() if "slow" not in name)  # on a busy machine
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files of pages, while others come and go."""
-    total = 0
-    for path in folder.glob("v1/*/*/*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    """The size of all files that were there during a look; others come and go meanwhile."""
+    found: list[dict[Path, int]] = []
+    for _ in range(2):
+        found.append({})
+        for path in folder.glob("v1/*/*/*"):
+            with suppress(FileNotFoundError):
+                found[-1][path] = path.stat().st_size
+    first, second = found
+    return sum(size for path, size in first.items() if path in second)
 
 
 @pytest.mark.parametrize(

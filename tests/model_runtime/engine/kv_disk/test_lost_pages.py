@@ -33,9 +33,9 @@ def test_a_disk_slower_than_the_prompts_drops_what_is_evicted_first(
     """The cache holds one prompt, and the memory of the writer four pages."""
     go_on, write = threading.Event(), PageFolder.write
 
-    def held(*arguments: Any) -> None:
+    def held(*arguments: Any) -> bool:
         go_on.wait(60)
-        write(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(PageFolder, "write", held)
     monkeypatch.setattr(build, "WRITE_BYTES", 1)
