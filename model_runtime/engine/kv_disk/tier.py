@@ -116,11 +116,14 @@ class DiskTier:
 
         `is_busy`: requests are live, so little is copied. Returns None if nothing has happened.
         """
-        left = self._memory.step_bytes if is_busy else WRITE_BYTES
-        while self._noted and left > 0 and self._copy_first():
-            left -= self._memory.num_bytes
+        self._copy_noted(self._memory.step_bytes if is_busy else WRITE_BYTES)
         is_paused = self._writer.pause.is_on or self._reader.pause.is_on
         return self._counting.take(is_paused=is_paused)
+
+    def _copy_noted(self, left: int) -> None:
+        """Copy noted pages of `left` bytes, and of one page at least, as far as memory goes."""
+        while self._noted and left > 0 and self._copy_first():
+            left -= self._memory.num_bytes
 
     def _copy_first(self) -> bool:
         """Copy the page that was noted first; return False if there is no memory for it."""
@@ -341,7 +344,7 @@ class DiskTier:
         for sequence, fetch in list(self._fetches.items()):
             self._end(sequence, fetch)
         while self._noted and self._writer.store is not None and time.monotonic() < deadline:
-            self.stepped(is_busy=False)
+            self._copy_noted(WRITE_BYTES)  # the counts are for the last report
             time.sleep(0.005)
         self._reader.stop()
         self._writer.stop(max(0.0, deadline - time.monotonic()))
