@@ -77,7 +77,7 @@ def _last_line(script: str, *arguments: str) -> str:
         timeout=300,
         check=False,
     )
-    return ([ended.stderr] + ended.stdout.splitlines())[-1]
+    return [ended.stderr, *ended.stdout.splitlines()][-1]
 
 
 @pytest.mark.parametrize(
