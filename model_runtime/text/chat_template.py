@@ -129,7 +129,8 @@ class ChatTemplate:
             try:
                 texts.add(self.render([{"role": "user", "content": content}]))
             except RequestError as error:
-                return f"the chat template fails on a plain conversation: {error.__cause__}"
+                why = " ".join(str(error.__cause__).split())  # a line break would forge a line
+                return f"the chat template fails on a plain conversation: {why}"
         if len(texts) == 1:
             return "the chat template writes the same prompt for different messages"
         return None

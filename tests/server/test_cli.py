@@ -105,6 +105,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         (["--host", "300.1.1.1"], "cannot listen on host 300.1.1.1, port 8000: "),
         (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
         (["./not-there"], "there is no folder ./not-there"),
+        (["/" + "a" * 300], "there is no folder /aaa"),
         (["--chat-template", "/nowhere.jinja"], "chat_template: cannot read /nowhere.jinja: "),
     ],
 )
