@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import signal
 import socket
 import sys
@@ -237,15 +236,18 @@ def _run_on(
 
 
 def _handle_signals(server: "GracefulServer") -> None:
-    """Let a server in another thread drain at the first signal; end at the second."""
+    """Let a server in another thread drain at the first signal, and end at the second.
+
+    The code of the second one is 1 if it cuts answers off, as without replicas.
+    """
     num_signals, signals = itertools.count(), SignalTimes()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not signals.is_new():
             return
-        if next(num_signals):
-            os._exit(DIED)
         server.handle_exit(number, frame)
+        if next(num_signals):
+            end_process(DIED if server.door.num_running else 0)
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, handle)

@@ -119,6 +119,20 @@ def test_a_setting_that_cannot_be_served_ends_with_a_sentence_and_code_2(
     assert "Traceback" not in ended.stderr
 
 
+def test_a_wrong_template_and_wrong_deployments_are_told_at_once(tmp_path: Path) -> None:
+    """Before the port opens."""
+    (tmp_path / "chat.jinja").write_text("{% for %}")
+    deployments = '[{"name": "a", "max_model_len": 99999999}]'
+    ended = run_to_end(
+        *("serve", "--port", "0", "--deployments", deployments),
+        *("--chat-template", str(tmp_path / "chat.jinja")),
+    )
+    assert ended.returncode == 2
+    first, second = ended.stderr.splitlines()
+    assert first.startswith("ropewalk: the chat template, line 1: ")
+    assert second.startswith("ropewalk: deployments: a: max_model_len: ")
+
+
 def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
     """The folder of a broken checkpoint may come from the environment."""
     folder = tmp_path / "model"
