@@ -57,12 +57,15 @@ OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/te
 # The files that have tests to be run alone; collecting the others takes ten seconds.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
+# Named files would run all their costly tests.
+DRAWN := SAMPLE=$(or $(SAMPLE),drawn)
+
 # Three at a time, a thread each, because tests wait for their servers about a third of the time.
 test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(CHECK_AND_COMPILE)
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n $(WORKERS) $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
-	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
-	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
+	$(DRAWN) $(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
+	$(if $(ISA),,$(DRAWN) OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART))
 
 # All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.

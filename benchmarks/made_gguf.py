@@ -19,6 +19,7 @@ _SCALES = {
 }
 # The deviation of a block's values if the first of these numbers is one.
 _DEVIATIONS = {Type.Q4_K: 258.0, Type.Q5_K: 527.0, Type.Q6_K: 1366.0, Type.Q8_0: 74.0}
+_POWER = 120  # the exponent byte of MXFP4 with values of about that width
 
 
 def blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
@@ -26,6 +27,9 @@ def blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
     draw = np.random.default_rng(seed)
     num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     made = draw.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), np.uint8)
+    if kind == Type.MXFP4:
+        made[..., 0] = _POWER
+        return made.reshape(num_rows, -1)
     for at, units in _SCALES[kind].items():
         number = np.array([units * _WIDTH / _DEVIATIONS[kind]], np.float16)
         made[..., at : at + 2] = number.view(np.uint8)

@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.made_mixture import add_vocabulary, random_blocks, type_of
+from benchmarks.made_gguf import blocks, finish
+from benchmarks.made_mixture import add_vocabulary, type_of
 from benchmarks.make_model import SHAPES, Shape
 
 _CONTEXT = 4096
@@ -34,7 +35,7 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int) -> None:
     }
     for place, (name, size) in enumerate(sizes.items()):
         kind = type_of(name, layer, shape.layers, _TYPES)
-        rows = random_blocks(kind, *size, seed=100 * layer + place)
+        rows = blocks(kind, *size, seed=100 * layer + place)
         writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, np.float32))
@@ -55,15 +56,12 @@ def write(path: Path, shape: Shape) -> None:
     writer.add_vocab_size(shape.vocab)
     add_vocabulary(writer, shape.vocab)
     for name, kind in (("token_embd", Type.Q4_K), ("output", Type.Q6_K)):
-        rows = random_blocks(kind, shape.vocab, shape.hidden, seed=7)
+        rows = blocks(kind, shape.vocab, shape.hidden, seed=7)
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     for layer in range(shape.layers):
         _layer(writer, shape, layer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

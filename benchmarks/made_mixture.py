@@ -13,13 +13,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from benchmarks.made_gguf import blocks, finish, has_more_bits
+
 _ARCHITECTURE = "qwen3moe"
 _CONTEXT = 4096
-_WIDTH = 0.02  # standard deviation of weights, about
-# The places of float16 numbers in a block of each type, and the deviation of its values without.
-_SCALES = {Type.Q4_K: (0, 2), Type.Q6_K: (208,), Type.Q8_0: (0,)}
-_DEVIATIONS = {Type.Q4_K: 290.0, Type.Q6_K: 1360.0, Type.Q8_0: 74.0}
-_POWER = 120  # the exponent byte of MXFP4 with values of that deviation
 TYPES = ("Q4_K_M", "Q8_0", "MXFP4")  # the last has its experts in it, and the rest in Q8_0
 
 
@@ -37,28 +34,12 @@ class Shape(NamedTuple):
     vocabulary: int = 8192
 
 
-def random_blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
-    """Return random rows of a type, [N, bytes]."""
-    draw = np.random.default_rng(seed)
-    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = draw.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), np.uint8)
-    if kind == Type.MXFP4:
-        blocks[..., 0] = _POWER
-        return blocks.reshape(num_rows, -1)
-    scale = np.array([_WIDTH / _DEVIATIONS[kind]], np.float16).view(np.uint8)
-    for at in _SCALES[kind]:
-        blocks[..., at : at + 2] = scale
-    return blocks.reshape(num_rows, -1)
-
-
 def type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
     """Return the type that llama-quantize gives a weight."""
     if types != "Q4_K_M":
         return Type.MXFP4 if types == "MXFP4" and name.endswith("_exps") else Type.Q8_0
-    eighth = num_layers // 8
-    is_finer = layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2
     is_chosen = name == "attn_v" or name.startswith("ffn_down")
-    return Type.Q6_K if is_finer and is_chosen else Type.Q4_K
+    return Type.Q6_K if is_chosen and has_more_bits(layer, num_layers) else Type.Q4_K
 
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
@@ -76,7 +57,7 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     }
     for place, (name, size) in enumerate(sizes.items()):
         kind = type_of(name, layer, shape.layers, types)
-        rows = random_blocks(kind, *size, seed=100 * layer + place)
+        rows = blocks(kind, *size, seed=100 * layer + place)
         if name.endswith("_exps"):
             rows = np.stack([np.roll(rows, 7 * each, axis=0) for each in range(shape.experts)])
         writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
@@ -128,15 +109,12 @@ def write(path: Path, shape: Shape, types: str) -> None:
         ("token_embd", Type.Q4_K if types == "Q4_K_M" else Type.Q8_0),
         ("output", Type.Q6_K if types == "Q4_K_M" else Type.Q8_0),
     ):
-        rows = random_blocks(kind, shape.vocabulary, shape.hidden, seed=7)
+        rows = blocks(kind, shape.vocabulary, shape.hidden, seed=7)
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     for layer in range(shape.layers):
         _layer(writer, shape, layer, types)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -16,6 +16,7 @@ from ropewalk.model_runtime.engine.kv_disk.files.folder import (
     open_root,
 )
 from ropewalk.model_runtime.engine.kv_disk.files.janitor import Swept, sweep
+from ropewalk.model_runtime.loading.hub.local_model import is_there
 from ropewalk.model_runtime.size_text import size_text
 
 _HOUR_S = 3600.0
@@ -28,7 +29,7 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         root = open_root(path, create=False)
     except FolderError as error:
-        if not path.exists():
+        if not is_there(path):
             raise click.ClickException(f"there is no folder {path}") from error
         raise click.UsageError(f"PATH {error}") from error
     try:

@@ -18,6 +18,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 # These keep their lines from the root. The lines of all other libraries reach it.
 _LIBRARIES = ("uvicorn", "transformers", "huggingface_hub")
+_STDERR = 2  # the highest number of a standard file
 _ORDER = ["timestamp", "level", "event"]
 
 
@@ -28,6 +29,7 @@ def log_to_stderr(log_format: LogFormat = "logfmt", level: LogLevel = "info") ->
     command may replace the stream (structlog's `logger_factory`) and keeps the format. Lines are
     lost from then on, with no error, while standard error cannot be written.
     """
+    fill_standard_files()
     _keep_stderr()
     structlog.configure(
         processors=[
@@ -50,6 +52,16 @@ def log_to_stderr(log_format: LogFormat = "logfmt", level: LogLevel = "info") ->
         _route(name)
 
 
+def fill_standard_files() -> None:
+    """Open the null device as each standard file that was closed at the start.
+
+    Else a socket gets its number, and a process that is started later writes its errors there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)  # noqa: FBT003  # its only positional form
+    os.close(number)
+
+
 class _LossyFile(io.FileIO):
     """A file that drops what it cannot write, because its reader is gone or the disk is full."""
 
@@ -64,7 +76,7 @@ class _LossyFile(io.FileIO):
 
 def _keep_stderr() -> None:
     """Let no write to standard error raise: a line of the log must not end what it tells of."""
-    if sys.stderr is None:  # it was closed at the start, and a socket must not get its number
+    if sys.stderr is None:  # it was closed at the start
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # for good
         return
     standard = sys.__stderr__

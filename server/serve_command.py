@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import signal
 import socket
 import sys
@@ -10,15 +9,14 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, is_there
 from ropewalk.server.access.keys import KeyTable
-from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
+from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once, end_process
 from ropewalk.server.sentences import DIED, Teller, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, load_settings
@@ -66,10 +64,7 @@ def serve(**flags: Any) -> None:
             teller.say(warning)
         has_died = serve_settings(settings, keys, stated, teller)
     if has_died:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # On a broken GPU torch's destructors may abort, which would be another code.
-        os._exit(DIED)
+        end_process(DIED)  # on a broken GPU torch's destructors may abort, with another code
 
 
 _NAMING = ("deployments", "model_aliases")  # settings that name deployments
@@ -81,7 +76,7 @@ def _refuse_before_listening(settings: ServeSettings) -> None:
     The look takes 0.2 s. The servers on Ray have models of their own.
     """
     model, stated = settings.model, settings.model_fields_set
-    is_absent = model is not None and not is_hub_id(model) and not Path(model).exists()
+    is_absent = model is not None and not is_hub_id(model) and not is_there(model)
     names_some = not stated.isdisjoint({*DeploymentSettings.model_fields, *_NAMING})
     if settings.replicas is None and (is_absent or names_some):
         from ropewalk.server.startup.planning.dry_run import refuse_before_listening  # noqa: PLC0415
@@ -241,15 +236,18 @@ def _run_on(
 
 
 def _handle_signals(server: "GracefulServer") -> None:
-    """Let a server in another thread drain at the first signal; end at the second."""
+    """Let a server in another thread drain at the first signal, and end at the second.
+
+    The code of the second one is 1 if it cuts answers off, as without replicas.
+    """
     num_signals, signals = itertools.count(), SignalTimes()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not signals.is_new():
             return
-        if next(num_signals):
-            os._exit(DIED)
         server.handle_exit(number, frame)
+        if next(num_signals):
+            end_process(DIED if server.door.num_running else 0)
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, handle)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 _MAX_NAME = 64  # characters of a misspelt name that are compared; a client may send a long one
 _MIN_LIKENESS = 0.7  # of two names, as difflib measures it; less suggests `rope` for `prompt`
@@ -145,12 +146,22 @@ class HelpCommand(click.Command):
     context_class = HelpContext
 
 
+def first_key(context: click.Context, parameter: click.Parameter, key: str | None) -> str | None:
+    """Return the key that a client sends: the first one if the variable has a server's several."""
+    assert parameter.name is not None
+    source = context.get_parameter_source(parameter.name)
+    if key is None or source is not ParameterSource.ENVIRONMENT:
+        return key
+    return key.partition(",")[0].strip()
+
+
 def api_key_option(variable: str) -> Callable[[Any], Any]:
     """Build --api-key of a command that asks a server. `variable`: of the environment."""
     return click.option(
         "--api-key",
         metavar="KEY",
         envvar=variable,
+        callback=first_key,
         help=f"API key, sent as a bearer token. Default: none.  [{variable}]",
     )
 

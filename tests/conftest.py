@@ -60,7 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> It
 
     Then the files that take longest come first, so that no worker is left with one at the end.
     """
-    cases, costly = sampling.not_drawn(items), sampling.not_drawn_costly(items)
+    cases, costly = sampling.not_drawn(items), dict[Any, None]()
+    folder = config.invocation_params.dir
+    if not sampling.asks_for_costly(config.args, config.option.keyword, folder):
+        costly = sampling.not_drawn_costly(items)
     left_out = cases | costly
     items[:] = [each for each in items if each not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

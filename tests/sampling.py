@@ -1,8 +1,11 @@
 """A part of a matrix of cases: fixed members, and others that change from commit to commit.
 
-All cases of tests marked `costly` are a matrix, too. SAMPLE=all gives the whole of each
+Tests marked `costly` are drawn, too, about a tenth of them. SAMPLE=all gives the whole of each
 (`make test-full`). Else a tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the
 number of commits unless it is given. The draws of ten seeds in a row have every case.
+
+A run of named files, or with -k, asks for its costly tests, so all of them run. SAMPLE=drawn draws
+them all the same.
 """
 
 import hashlib
@@ -39,6 +42,7 @@ def seed_of_commit() -> int:
 # Every worker of pytest-xdist inherits it, so all of them collect the same tests.
 SEED = int(os.environ.setdefault("SAMPLE_SEED", str(seed_of_commit())))
 IS_WHOLE = os.environ.get("SAMPLE") == "all"
+_DRAWS_ALWAYS = os.environ.get("SAMPLE") == "drawn"
 
 
 def header() -> str:
@@ -115,22 +119,36 @@ def not_drawn(items: Sequence[Any]) -> dict[Any, None]:
     return left_out
 
 
+def asks_for_costly(arguments: Sequence[str], keyword: str, folder: Path) -> bool:
+    """Return whether a run asks for its costly tests: it names files only, or has a keyword.
+
+    `folder` is the one that arguments are relative to.
+    """
+    if _DRAWS_ALWAYS:
+        return False
+    paths = [folder / each.partition("::")[0] for each in arguments]
+    return bool(keyword) or (bool(paths) and not any(each.is_dir() for each in paths))
+
+
 def not_drawn_costly(items: Sequence[Any]) -> dict[Any, None]:
-    """Return the cases of tests marked `costly` that this run leaves out.
+    """Return the cases of tests marked `costly` that a run leaves out if it does not ask for them.
 
     `@pytest.mark.costly` is for a test whose cases take many seconds each. If cases of a file share
     what takes them, such as a compilation, `costly(by="bfloat16")` draws those with the same `by`
-    together; `by="file"` is for whole files. A case or set that is asked for alone runs.
+    together; `by="file"` is for whole files. Each is drawn by its own name, so a new test changes
+    the draw of no other one.
     """
-    units: dict[str, list[Any]] = {}
+    left_out: dict[Any, None] = {}
     for item in items:
         marker = item.get_closest_marker("costly")
-        if marker is not None and item.get_closest_marker("long") is None:  # those never run
-            by = marker.kwargs.get("by")
-            name = item.nodeid if by is None else f"{item.nodeid.partition('::')[0]} {by}"
-            units.setdefault(name, []).append(item)
-    kept = {*sampled(list(units), fixed=())}
-    return {item: None for name, unit in units.items() if name not in kept for item in unit}
+        # Those marked `long` are not drawn, because their marker alone decides.
+        if IS_WHOLE or marker is None or item.get_closest_marker("long") is not None:
+            continue
+        by = marker.kwargs.get("by")
+        name = item.nodeid if by is None else f"{item.nodeid.partition('::')[0]} {by}"
+        if int(hashlib.sha256(name.encode()).hexdigest(), 16) % _ROUND != SEED % _ROUND:
+            left_out[item] = None
+    return left_out
 
 
 def not_drawn_files(items: Sequence[Any], fixed: Collection[str]) -> dict[Any, None]:

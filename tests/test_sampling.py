@@ -1,4 +1,4 @@
-"""Sampled matrices have their fixed members always, and all others within ten commits."""
+"""Sampled matrices have their fixed members always, and all others within ten seeds."""
 
 import os
 import subprocess
@@ -14,6 +14,7 @@ import pytest
 from tests import sampling
 from tests.sampling import (
     IS_WHOLE,
+    asks_for_costly,
     drawn_by,
     header,
     not_drawn,
@@ -142,28 +143,45 @@ def costly_items() -> tuple[list[Item], list[Item]]:
 
 
 @pytest.mark.skipif(IS_WHOLE, reason="nothing is left out of the whole")
-def test_a_tenth_of_the_costly_cases_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may be one of them; ten seeds in a row have each, and other tests stay."""
+def test_ten_seeds_draw_each_costly_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may be one of them, and other tests stay. A test that comes moves no other one."""
     tests, file = costly_items()
     others = [replace(each, marker=None) for each in tests]
-    seen = set[Item]()
-    for seed in range(10):
+    seen = Counter[Item]()
+    for seed in range(7, 17):
         monkeypatch.setattr(sampling, "SEED", seed)
         left_out = not_drawn_costly([*tests, *file, *others])
-        kept = [each for each in tests if each not in left_out]
         kept_of_file = [each for each in file if each not in left_out]
-        assert len(kept) + bool(kept_of_file) == 4
         assert kept_of_file in ([], file)
         assert not set(left_out) & set(others)
-        seen.update(kept, kept_of_file)
-    assert seen == {*tests, *file}
+        assert {*not_drawn_costly(tests[3:])} == set(left_out) & {*tests[3:]}
+        seen.update(each for each in [*tests, *file] if each not in left_out)
+    assert seen == Counter([*tests, *file])
 
 
-def test_a_costly_case_that_is_asked_for_alone_runs() -> None:
-    """Whatever the draw, and so does a file."""
-    tests, file = costly_items()
-    assert not not_drawn_costly(tests[:1])
-    assert not not_drawn_costly(file)
+@pytest.mark.parametrize(
+    ("arguments", "keyword", "asks"),
+    [
+        (["tests/test_sampling.py"], "", True),
+        (["tests/test_sampling.py::test_it[case]", "tests/test_docs.py"], "", True),
+        (["tests/server"], "", False),
+        (["tests/test_docs.py", "tests/server"], "", False),
+        ([], "", False),
+        (["tests"], "kernels", True),
+    ],
+)
+@pytest.mark.parametrize("draws_always", [False, True])
+def test_named_files_and_keywords_ask_for_costly_tests(
+    arguments: list[str],
+    keyword: str,
+    asks: bool,  # noqa: FBT001
+    draws_always: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Folders do not, and nothing does with SAMPLE=drawn, which `make test` sets."""
+    monkeypatch.setattr(sampling, "_DRAWS_ALWAYS", draws_always)
+    root = Path(__file__).resolve().parent.parent
+    assert asks_for_costly(arguments, keyword, root) == (asks and not draws_always)
 
 
 def test_this_run_says_how_it_is_repeated() -> None:

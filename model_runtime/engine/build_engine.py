@@ -174,6 +174,11 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     if config.seals_pages:  # and one across pages is a call for each layer
         first = min(config.page_size - 1, config.max_model_len - num_tokens)
         runner.run([prompt._replace(first_position=first, pages=[page] * 2 * config.num_groups)])
+    if config.num_state_slots and config.max_draft_tokens:
+        # A draft beside states needs the model's own forward, which other steps do not run. Its
+        # numbers can have other types than those of the layers in one call.
+        drafted = StatePart(1, None, 0), StatePart(1, 0, 0, is_draft=True)
+        runner.run([Span([0, 0], 0, pages, table_id, range(2), drafted)])
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

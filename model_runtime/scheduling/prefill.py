@@ -169,12 +169,13 @@ class PrefillBudget:
         self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
         self._limit = most  # lower after a step that ran out of memory
         self._decode_cost = StepCost() if follows_decodes else None
+        self._has_decoded = False  # the first step without prefill has costs that no other has
 
     def num_tokens(self, num_decodes: int = 0) -> int:
         """Return the prefill tokens of the next step; more if it has no decodes."""
         tokens = max(self._tokens, self._fewest) * (1 if num_decodes else _PATIENCE)
-        if num_decodes:
-            tokens = max(tokens, self._tokens * self._patience(num_decodes))
+        # A prompt alone gets no fewer than beside one decode.
+        tokens = max(tokens, self._tokens * self._patience(max(num_decodes, 1)))
         allowed = min(int(tokens), self._most, self._limit)
         num_rows = allowed + num_decodes
         if self._target_s is None or num_rows < _SMALLEST_BLOCK:
@@ -194,7 +195,9 @@ class PrefillBudget:
         """Record the prefill tokens of a step, the rows of its decodes, and its duration."""
         self._limit = self._most
         if self._decode_cost is not None and num_decode_rows and not num_prefill_tokens:
-            self._decode_cost.note(num_decode_rows, seconds)
+            if self._has_decoded:
+                self._decode_cost.note(num_decode_rows, seconds)
+            self._has_decoded = True
         # A step with few prefill tokens does not predict the duration of many.
         least = int(max(self._tokens, self._fewest))
         if self._target_s is not None and 2 * num_prefill_tokens >= least:

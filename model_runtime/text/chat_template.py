@@ -7,7 +7,7 @@ The transcript of a tokenizer without a template is ours, and is rendered here.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from jinja2 import Template
@@ -120,6 +120,7 @@ class ChatTemplate:
         )
         return _cut_at_mark(text, last) if continue_final_message else text
 
+    @cached_property
     def plain_problem(self) -> str | None:
         """Return a sentence if the template cannot write a plain conversation, else None."""
         if self.is_fallback:
@@ -129,7 +130,8 @@ class ChatTemplate:
             try:
                 texts.add(self.render([{"role": "user", "content": content}]))
             except RequestError as error:
-                return f"the chat template fails on a plain conversation: {error.__cause__}"
+                why = " ".join(str(error.__cause__).split())  # a line break would forge a line
+                return f"the chat template fails on a plain conversation: {why}"
         if len(texts) == 1:
             return "the chat template writes the same prompt for different messages"
         return None

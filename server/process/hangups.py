@@ -39,7 +39,7 @@ class Hangups:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Handle the signal from now on; `say` tells what a signal during the load means."""
-        self._say = say
+        self._say_plainly = say
         self._is_pending = False
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._ends_with_terminal = not ignored and _has_terminal()
@@ -76,6 +76,11 @@ class Hangups:
 
         signal.signal(signal.SIGHUP, hang_up)
 
+    def _say(self, line: str) -> None:
+        """Print a line, or lose it if the signal came in the middle of a write to its stream."""
+        with suppress(OSError, RuntimeError):
+            self._say_plainly(line)
+
     def _while_loading(self, *_: object) -> None:
         if self._ends_with_terminal and not _has_terminal():
             end_at_once()
@@ -86,9 +91,17 @@ class Hangups:
 
 def end_at_once(*_: object) -> NoReturn:
     """End the process with code 0. Nothing is served yet, and torch cannot be interrupted."""
-    with suppress(OSError):  # its reader may be gone
-        sys.stderr.flush()
-    os._exit(0)
+    end_process(0)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with this code, and run no destructors."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed at the start
+            # Its reader may be gone, or a signal came in the middle of a write to it.
+            with suppress(OSError, RuntimeError):
+                stream.flush()
+    os._exit(code)
 
 
 def _has_terminal() -> bool:

@@ -107,7 +107,7 @@ class RouterApp:
         return (
             503,
             {"Retry-After": "1"},
-            envelope(none_ready(self._fleet.problems()), "server_error"),
+            envelope(none_ready(self._fleet.problems().values()), "server_error"),
         )
 
     def _version(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:

@@ -1,14 +1,12 @@
 """`ropewalk route ADDRESS ...`: a router in front of servers."""
 
 import asyncio
-import os
 import signal
-import sys
 from typing import Any
 
 import click
 
-from ropewalk.server.process.hangups import Hangups
+from ropewalk.server.process.hangups import Hangups, end_process
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import given, with_flags
 from ropewalk.server.settings.request_sections import is_loopback
@@ -68,9 +66,7 @@ def route(servers: tuple[str, ...], **flags: Any) -> None:
                 Hangups(teller.say),
             )
     if has_died:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(DIED)
+        end_process(DIED)
 
 
 def _banner(settings: RouteSettings) -> str:
@@ -86,7 +82,7 @@ def _banner(settings: RouteSettings) -> str:
 
 
 def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hangups) -> bool:
-    """Serve until a signal ends it; return whether a second one did."""
+    """Serve until signals end it; return whether a second one cut answers off."""
     from ropewalk.server.router.edge import Edge  # noqa: PLC0415
     from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 

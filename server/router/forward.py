@@ -111,9 +111,12 @@ class Forwarder:
 
     async def _try(self, asked: Asked, start: Start, send: SendPart) -> bool:
         """Ask one server; return False if another one has to be asked."""
-        # Only generation is worth a wait; a look at the servers is told at once.
+        settings, loop = self._settings, asyncio.get_running_loop()
+        # Only generation is worth a wait; others wait for the first look at the servers.
         is_patient = asked.method == "POST"
-        limit_s, loop = self._settings.wait_seconds * is_patient, asyncio.get_running_loop()
+        limit_s = settings.wait_seconds * is_patient
+        if not is_patient:
+            await self._fleet.first_look(min(settings.wait_seconds, settings.silence_seconds))
         if asked.has_begun:
             limit_s = max(0.0, asked.waits_until - loop.time())
         server = await self._fleet.pick(
@@ -122,7 +125,7 @@ class Forwarder:
         began = loop.time()
         if server is None:
             others = [each.facts for each in self._fleet.usable]
-            told = why_none_goes_on(asked.facts, others, self._fleet.problems())
+            told = why_none_goes_on(asked.facts, others, self._fleet.problems().values())
             await self._give_up(asked, send, told, "no_server")
             return True
         exchange: Exchange | None = None

@@ -17,6 +17,7 @@ import h11
 from ropewalk.server.router.body_parser import BodyParser, FramingError
 from ropewalk.server.router.fleet.facts import Facts
 
+_PLACE = b"ropewalk_kv_disk_info{place="
 _CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
 _CONNECT_S = 5.0
 _MOST_UNREAD = 1 << 20  # bytes; then the server waits, as it would for a slow client
@@ -339,6 +340,16 @@ class Server:
     @property
     def heard_at(self) -> float:
         return max(self.answered_at, self.pool.heard_at)
+
+    def note_cache(self, page: bytes) -> None:
+        """Note how large the cache is, and what pages it shares, by the page of /metrics."""
+        self.place = None
+        for line in page.splitlines():
+            # The positions come last; a server of an earlier version tells the tokens only.
+            if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
+                self.num_cache_tokens = int(float(line.split()[1]))
+            elif line.startswith(_PLACE):
+                self.place = line.removeprefix(_PLACE).decode(errors="replace")
 
     async def get(self, path: str, headers: Headers = ()) -> tuple[int, bytes]:
         """Return status and body of a short answer. Raises LostError."""

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import click
 
+from ropewalk.model_runtime.loading.hub.local_model import is_there
 from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.wording import did_you_mean
 
@@ -105,7 +105,7 @@ def _several_names(args: Sequence[str]) -> Iterator[str]:
         if each.startswith("-"):
             break
         behind.append(each)
-    is_model = len(behind) == 1 and ("/" in behind[0] or Path(behind[0]).exists())
+    is_model = len(behind) == 1 and ("/" in behind[0] or is_there(behind[0]))
     if behind and not is_model:
         others = json.dumps({each: first for each in behind if "/" not in each})
         yield (

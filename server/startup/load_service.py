@@ -261,7 +261,7 @@ def _chat_lines(template: ChatTemplate, formats: ChatFormats, settings: ServeSet
     reasoning = "none known"
     if formats.reasoning is not None:
         reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
-    return [*chat_line(tools, reasoning), *warning_lines(template.plain_problem())]
+    return [*chat_line(tools, reasoning), *warning_lines(template.plain_problem)]
 
 
 def _banner(

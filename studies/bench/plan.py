@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ropewalk.server.wording import first_key
 from ropewalk.studies.harness.options import COUNT, FILE, MANY, option
 from ropewalk.studies.harness.plotting import INSTALL_MATPLOTLIB
 
@@ -49,6 +50,7 @@ class BenchOptions:
         "API key, sent as a bearer token. Default: none.  [ROPEWALK_API_KEY]",
         metavar="KEY",
         envvar="ROPEWALK_API_KEY",
+        callback=first_key,
     )
     rope: str | None = option("The `rope` object of every request. Default: none.", metavar="JSON")
     json_path: str | None = option(

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
+from ropewalk.server.disk_metrics import DiskMetrics
+from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.load_service import load_service
@@ -166,6 +169,9 @@ def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
     flags = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": "1"}  # it has metrics of its own
     text = load_service(load_settings(flags))[0].metrics.render().decode()
     text += RouteMetrics().page({}, {}).decode()
+    on_a_gpu = MetricFactory()
+    DiskMetrics(on_a_gpu, has_place=True, has_memory=True)
+    text += generate_latest(on_a_gpu.registry).decode()
     there = set()
     for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text):
         suffixes = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)

@@ -115,6 +115,9 @@ def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         shown = run_here("cache", action, str(tmp_path / "none"))
         assert shown.returncode == 1
         assert shown.stderr == f"Error: there is no folder {tmp_path / 'none'}\n"
+        shown = run_here("cache", action, "a" * 300)
+        assert shown.returncode == 1
+        assert shown.stderr == f"Error: there is no folder {'a' * 300}\n"
     assert not (tmp_path / "none").exists()
 
 

@@ -105,6 +105,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         (["--host", "300.1.1.1"], "cannot listen on host 300.1.1.1, port 8000: "),
         (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
         (["./not-there"], "there is no folder ./not-there"),
+        (["/" + "a" * 300], "there is no folder /aaa"),
         (["--chat-template", "/nowhere.jinja"], "chat_template: cannot read /nowhere.jinja: "),
     ],
 )
@@ -116,6 +117,20 @@ def test_a_setting_that_cannot_be_served_ends_with_a_sentence_and_code_2(
     assert ended.returncode == 2
     assert f"ropewalk: {message}" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_wrong_template_and_wrong_deployments_are_told_at_once(tmp_path: Path) -> None:
+    """Before the port opens."""
+    (tmp_path / "chat.jinja").write_text("{% for %}")
+    deployments = '[{"name": "a", "max_model_len": 99999999}]'
+    ended = run_to_end(
+        *("serve", "--port", "0", "--deployments", deployments),
+        *("--chat-template", str(tmp_path / "chat.jinja")),
+    )
+    assert ended.returncode == 2
+    first, second = ended.stderr.splitlines()
+    assert first.startswith("ropewalk: the chat template, line 1: ")
+    assert second.startswith("ropewalk: deployments: a: max_model_len: ")
 
 
 def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.cpu_kernels.attention import attention
 from ropewalk.model_runtime.cpu_kernels.experts import products
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
+from ropewalk.model_runtime.cpu_kernels.low_bits.rounded import rounded_rows
 from ropewalk.model_runtime.cpu_kernels.sealed import seal
 from ropewalk.model_runtime.cpu_kernels.states import convolution
 from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
@@ -25,7 +26,7 @@ from ropewalk.server.settings.load import SettingsError
 from tests.servers.processes import run_to_end
 
 # These are imported before any test: a kernel takes its folder when its module is imported.
-MODULES = (attention, elementwise, products, seal, convolution)
+MODULES = (attention, elementwise, products, rounded_rows, seal, convolution)
 OTHER = "or set NUMBA_CACHE_DIR to a folder that only this user can write"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 

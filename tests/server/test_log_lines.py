@@ -162,3 +162,24 @@ print("the end")
             check=True,
         )
         assert ended.stdout == "the end\n"
+
+
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- 2>&-", "<&- >&- 2>&-", ">&-"])
+def test_no_socket_gets_the_number_of_a_closed_standard_file(closed: str) -> None:
+    """Lines of the log, or of a process that is started later, would be written to a client."""
+    code = """
+import socket, subprocess, sys
+from ropewalk.server.log_lines import log_to_stderr
+log_to_stderr()
+number = socket.socket().fileno()
+print("of Python", file=sys.stderr, flush=True)
+started = subprocess.run(["/bin/sh", "-c", "echo said; echo said >&2"])
+sys.exit(number if started.returncode == 0 else 99)
+"""
+    ended = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    assert 2 < ended.returncode < 99

@@ -14,7 +14,7 @@ size takes milliseconds.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
 from ropewalk.model_runtime.layers.merged_linear import MergedPart, SharedInput
 from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
+from ropewalk.model_runtime.layers.states.rowwise_functions import Namespace
 
 
 @torch.inference_mode()
@@ -108,7 +109,7 @@ def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
             continue
         for name in ("torch", "F"):
             functions = forward.__func__.__globals__.get(name)
-            if functions is None or isinstance(functions, ModuleType):
+            if not isinstance(functions, Namespace):
                 continue
             for each in vars(functions).values():
                 if isinstance(each, RowwiseActivation) and each.kind is not None:

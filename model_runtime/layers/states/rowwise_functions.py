@@ -15,7 +15,7 @@ from ropewalk.model_runtime.layers.packed_linear import RowwiseActivation
 from ropewalk.model_runtime.layers.skip_rotation import with_globals
 
 
-class _Namespace:
+class Namespace:
     """A module of functions, with some of them replaced."""
 
     def __init__(self, original: Any) -> None:
@@ -27,7 +27,7 @@ class _Namespace:
         return getattr(self._original, name)
 
 
-_REPLACED = {"torch": _Namespace(torch), "F": _Namespace(nn.functional)}
+_REPLACED = {"torch": Namespace(torch), "F": Namespace(nn.functional)}
 _FUNCTIONS = {"sigmoid", "silu"}
 
 

@@ -3,16 +3,22 @@
 Nothing of the hub is imported for a folder.
 """
 
+import os
 from pathlib import Path
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
 
 
+def is_there(path: str | Path) -> bool:
+    """Return whether a path exists. None that is too long for the system does."""
+    return os.path.exists(path)  # noqa: PTH110  # Path.exists raises for it before Python 3.12
+
+
 def is_hub_id(source: str | Path) -> bool:
     """Return whether a model is named by hub id: `name` or `owner/name`, and nothing here."""
     text = str(source)
-    if isinstance(source, Path) or Path(text).exists():
+    if isinstance(source, Path) or is_there(text):
         return False
     is_path = text.startswith((".", "/", "~")) or text.endswith(".gguf")
     return not is_path and text.count("/") <= 1
@@ -36,7 +42,7 @@ def local_model(
         from ropewalk.model_runtime.loading.hub.snapshot import fetch  # noqa: PLC0415
 
         return fetch(str(source), revision, wanted, on_bytes)
-    if not Path(source).exists():
+    if not is_there(source):
         raise ModelError(
             f"there is no {'file' if str(source).endswith('.gguf') else 'folder'} {source}"
         )

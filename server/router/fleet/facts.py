@@ -1,13 +1,14 @@
 """What a server serves, as its /v1/models tells it."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 _OF_THE_START = "created"  # differs between equal servers
 _FINGERPRINTS = ("fingerprint", "arithmetic")
-_NAMED = 3  # servers whose problem a client is told
+_TOLD = 3  # reasons that a client is told
 _SHOWN = 8  # digits of a fingerprint in the log
 
 
@@ -49,18 +50,20 @@ def facts_of(models: Any, *, has_key: bool) -> Facts:
     return Facts(json.dumps(listing, sort_keys=True), prints, arithmetic)
 
 
-def none_ready(problems: Mapping[str, str]) -> str:
-    """Return in a sentence that no server is ready, with the problems of the first by address."""
-    if not problems:
+def none_ready(problems: Iterable[str]) -> str:
+    """Return in a sentence that no server is ready, and why, without an address.
+
+    The log has addresses and whole reasons. A client without a key may not know them.
+    """
+    num_of = Counter(each.partition(": ")[0] for each in problems)
+    if not num_of:
         return "No server is ready."
-    told = [f"{address}: {problem}" for address, problem in [*problems.items()][:_NAMED]]
-    if len(problems) > _NAMED:
-        told.append(f"and {len(problems) - _NAMED} others")
+    told = [why if num == 1 else f"{num} of them: {why}" for why, num in num_of.most_common(_TOLD)]
     return f"No server is ready ({'; '.join(told)})."
 
 
 def why_none_goes_on(
-    begun: Facts | None, others: Iterable[Facts | None], problems: Mapping[str, str]
+    begun: Facts | None, others: Iterable[Facts | None], problems: Iterable[str]
 ) -> str:
     """Return in a sentence why no server goes on with a stream that another one began."""
     arithmetic = [each.arithmetic for each in others if each is not None]

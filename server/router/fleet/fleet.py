@@ -26,7 +26,6 @@ _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 REFUSALS = ("listing", "fingerprint", "router_key", "pending")
 
 _log = structlog.get_logger(__name__)
-_PLACE = b"ropewalk_kv_disk_info{place="
 
 
 class Fleet:
@@ -46,6 +45,7 @@ class Fleet:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._found: dict[str, list[Target]] = {}  # by address of the settings
         self._unresolved: dict[str, str] = {}  # why an address has no targets now
+        self._has_looked_up = False
         self._told: list[Target] = []  # by `tell`
         self._ever_told: set[str] = set()
         self._is_mixed = False  # servers that take requests compute on different machines
@@ -77,7 +77,10 @@ class Fleet:
         try:
             while True:
                 try:
-                    self._set(await self._resolved())
+                    await asyncio.gather(*map(self._look_up, self._settings.servers))
+                    self._set(self._known())  # those from before where a look-up fails
+                    self._has_looked_up = True
+                    self._changed.set()
                 except Exception as error:  # noqa: BLE001  # streams depend on this task
                     _log.error("resolve_failed", why=repr(error))
                 await asyncio.sleep(self._settings.resolve_seconds)
@@ -85,11 +88,6 @@ class Fleet:
             for each in self._watching.values():
                 each.cancel()
             await asyncio.gather(*self._watching.values(), return_exceptions=True)
-
-    async def _resolved(self) -> list[Target]:
-        """Return the targets of all addresses; those from before where a look-up fails."""
-        await asyncio.gather(*map(self._look_up, self._settings.servers))
-        return self._known()
 
     def tell(self, targets: Iterable[Target]) -> None:
         """Know these targets from now on, beside those of the settings.
@@ -109,9 +107,10 @@ class Fleet:
         try:
             self._found[address] = await targets_of(address)
         except (OSError, UnicodeError) as error:
-            if self._unresolved.get(address) != str(error):
+            why = f"its name is not resolved: {error}"
+            if self._unresolved.get(address) != why:
                 _log.warning("name_not_resolved", address=address, why=str(error))
-            self._unresolved[address] = str(error)
+            self._unresolved[address] = why
         else:
             if self._unresolved.pop(address, None) is not None:
                 _log.info("name_resolved", address=address)
@@ -279,19 +278,15 @@ class Fleet:
         server.facts_at = asyncio.get_running_loop().time()
         status, page = await self._read_page(server, self._own_headers())
         if status == 200:
-            server.place = None
-            for line in page.splitlines():
-                # The positions come last; a server of an earlier version tells the tokens only.
-                if line.startswith((b"ropewalk_kv_cache_tokens ", b"ropewalk_kv_cache_positions ")):
-                    server.num_cache_tokens = int(float(line.split()[1]))
-                elif line.startswith(_PLACE):
-                    server.place = line.removeprefix(_PLACE).decode(errors="replace")
+            server.note_cache(page)
 
     def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
         if is_ready and not server.is_ready:
             server.ready_at = asyncio.get_running_loop().time()
         if server.is_new and not is_ready and not server.refusal:
             _log.warning("server_not_ready", server=server.name, why=problem)
+        if server.is_new:
+            self._changed.set()
         server.is_new = False
         server.is_ready, server.problem = is_ready, problem
         self._update()
@@ -362,6 +357,18 @@ class Fleet:
             self._changed.clear()
             await self._changed.wait()
 
+    async def first_look(self, limit_s: float) -> None:
+        """Return when a server takes requests, or all have been checked once, or after a limit."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not self.usable and self._has_unchecked:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    @property
+    def _has_unchecked(self) -> bool:
+        return not self._has_looked_up or any(each.is_new for each in self.servers.values())
+
     async def pick(
         self,
         request_id: str,
@@ -375,12 +382,10 @@ class Fleet:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while True:
-                    found = self.pick_now(request_id, asked, avoid)
-                    if found is not None:
-                        return found
+                while (found := self.pick_now(request_id, asked, avoid)) is None:
                     self._changed.clear()
                     await self._changed.wait()
+                return found
         return None
 
     def pick_now(

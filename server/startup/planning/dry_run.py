@@ -92,7 +92,8 @@ def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelC
 def refuse_before_listening(settings: ServeSettings) -> None:
     """Raise ModelError or SettingsError for an absent model, and for wrong deployments.
 
-    Nothing is downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
+    A wrong chat template is told with the deployments, and not looked for without them. Nothing is
+    downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
     """
     if settings.model is not None and is_hub_id(settings.model):
         return
@@ -103,17 +104,17 @@ def refuse_before_listening(settings: ServeSettings) -> None:
         device=settings.device,
         has_weights=found.has_weights,
     )
-    if outline is not None:
+    if outline is None:
+        return
+    try:
         plan_deployments(settings, outline.native())
+    except SettingsError:
+        _refuse_chats_and_deployments(settings, outline)
+        raise
 
 
-def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None:
-    """Raise ModelError or SettingsError for what `serve` would refuse after its imports.
-
-    torch is imported only where the config cannot be read without it, and weights are not read.
-    """
-    outline = outline_of(settings, on_phase)
-    num_ranks = settings.tensor_parallel_size
+def _refuse_chats_and_deployments(settings: ServeSettings, outline: ModelConfig) -> None:
+    """Raise ModelError or SettingsError for a wrong chat template, wrong deployments, or both."""
     source = Path(outline.source)
     written = written_template(source) if source.is_dir() else None
     problems = Problems()
@@ -123,6 +124,16 @@ def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None
         )
     problems.tried(lambda: plan_deployments(settings, outline.native()))
     problems.refuse()
+
+
+def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None:
+    """Raise ModelError or SettingsError for what `serve` would refuse after its imports.
+
+    torch is imported only where the config cannot be read without it, and weights are not read.
+    """
+    outline = outline_of(settings, on_phase)
+    num_ranks = settings.tensor_parallel_size
+    _refuse_chats_and_deployments(settings, outline)
     is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
     if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
         num_bytes = _storage(settings, outline)[0] or 0
@@ -152,7 +163,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
         max(each.max_len for each in deployments),
         lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
     )
-    chats = template.text, template.plain_problem()
+    chats = template.text, template.plain_problem
     return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, advice)
 
 
@@ -257,7 +268,7 @@ def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
         found = plain_template(source)
         if found is not None:
             template = _tried_template(settings, lambda: found[0])
-            if template.plain_problem() is None:
+            if template.plain_problem is None:
                 return template
             # The special tokens, which only a whole tokenizer tells, may be all that it lacks.
             if source.is_file():

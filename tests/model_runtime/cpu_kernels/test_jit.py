@@ -13,6 +13,7 @@ import pytest
 from ropewalk.model_runtime.cpu_kernels import fused_decode
 from ropewalk.model_runtime.cpu_kernels import jit as compiled
 from ropewalk.model_runtime.cpu_kernels.attention.attention import attend, attend_in_pairs
+from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertProduct
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, jit
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, IN_PAIRS, WIDENED
 
@@ -88,6 +89,6 @@ def test_variants_of_a_kernel_have_names_of_their_own() -> None:
         fused_decode.runner_for(multiplying, access, experts)
         for multiplying in (FLOAT32, WIDENED, IN_PAIRS)
         for access in (fused_decode.EXACT_ACCESS, fused_decode.PAIRS_ACCESS)
-        for experts in (None, FLOAT32.multiply, IN_PAIRS.multiply)
+        for experts in (None, ExpertProduct(FLOAT32.multiply), ExpertProduct(IN_PAIRS.multiply))
     ]
     assert len({kernel.py_func.__qualname__ for kernel in kernels}) == len(kernels)

@@ -1,16 +1,16 @@
-"""A server with another cache than `auto` compiles its kernels before its first request."""
+"""A server compiles its kernels before its first request, also those of rare steps."""
 
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-_SCRIPT = """
+_COMPILED = """
 import gc
 import sys
 from numba.core.dispatcher import Dispatcher
-from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from tests.doubles.engines import answer, deployment_of, request
@@ -18,6 +18,10 @@ from tests.doubles.engines import answer, deployment_of, request
 def compiled():
     found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
     return {(each.py_func.__qualname__, str(key)) for each in found for key in each.overloads}
+"""
+_CACHES = """
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
 checkpoint = load_checkpoint(EMBEDDED_MODEL)
 deployment = deployment_of(checkpoint)
@@ -32,6 +36,48 @@ kernel, of = sys.argv[2:]
 is_there = any(name == kernel and of in key for name, key in before)
 print(is_there, sorted(compiled() - before))
 """
+_DRAFTS = """
+import json
+from dataclasses import replace
+import torch
+from ropewalk.model_runtime.engine import speculator
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import checkpoint_of
+from tests.oracles.draft_adversary import Counted, take_all
+
+speculator.take = take_all
+checkpoint = checkpoint_of(in_dtype(tiny_model("qwen3_5_text"), torch.bfloat16))
+deployment = deployment_of(checkpoint, page_size=32, **json.loads(sys.argv[2]))
+num = 50 if sys.argv[2] == "{}" else 100  # with a method, beyond the native length
+sizes = {"kv_cache_tokens": 1024, "max_model_len": 256, "page_size": 32, "max_draft_tokens": 15}
+config = EngineConfig(**sizes, kv_cache_dtype=sys.argv[1])
+profiles = [tier.profile for tier in deployment.own_tiers]
+counted = Counted()
+engine = build_engine(checkpoint, config, counted, profiles)
+before = compiled()
+engine.start()
+right = answer(engine, request(deployment, [7] * num, max_tokens=30))[0].token_ids
+for ids in (right, (8,) * 30):
+    again = replace(request(deployment, [7] * num, max_tokens=30), prediction_ids=ids)
+    answer(engine, again)
+engine.stop()
+print(counted.num_accepted > 0, sorted(compiled() - before))
+"""
+_RANGES = {
+    "rope_scaling": {"rope_type": "default", "positions": {"method": "rerope", "window": 16}},
+    "max_model_len": 256,
+}
+
+
+def _last_line(script: str, *arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", _COMPILED + script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return [ended.stderr, *ended.stdout.splitlines()][-1]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +86,14 @@ print(is_there, sorted(compiled() - before))
 )
 def test_no_request_compiles_a_kernel(kind: str, kernel: str, of: str) -> None:
     """Prompts over several pages and decodes in one call; a process of its own has none before."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, kind, kernel, of],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.stdout.splitlines()[-1:] == ["True []"], ended.stderr
+    assert _last_line(_CACHES, kind, kernel, of) == "True []"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("int4", {}), ("auto", _RANGES)],
+)
+@pytest.mark.costly
+def test_no_draft_compiles_a_kernel(kind: str, options: dict[str, Any]) -> None:
+    """Steps with drafts of a model with states run its own forward, with its own number types."""
+    assert _last_line(_DRAFTS, kind, json.dumps(options)) == "True []"

@@ -76,7 +76,8 @@ def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
 def test_the_server_is_imported_where_numba_does_not_load() -> None:
     """Settings, planning, the application and the client of the benchmarks."""
     ended = run(
-        "from ropewalk.server.startup import app, serving_plan; import ropewalk.studies.bench.load"
+        "from ropewalk.server.startup import app; import ropewalk.studies.bench.load; "
+        "import ropewalk.server.startup.planning.serving_plan"
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
 

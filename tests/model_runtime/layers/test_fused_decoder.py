@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder, restore
 from ropewalk.model_runtime.layers.fused.operations import UntraceableError
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
+from ropewalk.model_runtime.layers.skip_rotation import with_globals
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -243,6 +245,15 @@ def test_a_layer_that_adds_an_operation_is_served_with_it() -> None:
     fused = answers(checkpoint)
     restore(checkpoint.model)
     assert all(map(torch.equal, fused, answers(checkpoint)))
+
+
+def test_a_forward_that_calls_any_object_torch_is_traced() -> None:
+    """Such a name need not be a module, or have a dictionary."""
+    model: Any = tiny_model("llama")
+    block = model.model.layers[0]
+    copy = with_globals(type(block).forward, {"F": object()})
+    block.forward = MethodType(copy, block)
+    assert isinstance(forward_of(checkpoint_of(model)), DecoderLayers)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "cohere2"])

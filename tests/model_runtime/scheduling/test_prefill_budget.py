@@ -167,3 +167,20 @@ def test_before_a_decode_step_was_measured_the_target_holds() -> None:
     """Steps with prefill alone say nothing about decodes."""
     follows, stated = PrefillBudget(0.1, 2048, follows_decodes=True), PrefillBudget(0.1, 2048)
     assert settled(follows, 1e-3, 0.2) == settled(stated, 1e-3, 0.2)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 5.0])
+def test_a_lone_prompt_gets_no_fewer_tokens_than_beside_a_decode(seconds: float) -> None:
+    """Without decodes, no answer pauses, so a chunk is at least as long as one beside them."""
+    pacing = PrefillBudget(0.1, 2048, follows_decodes=True)
+    beside(pacing, 1, 0.04 * seconds, seconds)
+    assert pacing.num_tokens(1) <= pacing.num_tokens(0)
+
+
+def test_the_first_decode_step_does_not_size_the_pauses() -> None:
+    """One-time costs make it long, and four of it would be a pause of many seconds."""
+    follows, stated = PrefillBudget(0.1, 2048, follows_decodes=True), PrefillBudget(0.1, 2048)
+    for each in (follows, stated):
+        settled(each, 1e-3, 0.0)
+        each.note(0, 3.0, 1)
+    assert follows.num_tokens(1) == stated.num_tokens(1)

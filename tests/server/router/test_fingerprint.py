@@ -128,11 +128,9 @@ def test_a_load_ends_without_a_service_if_the_weights_cannot_be_hashed(
 
 def test_a_stream_that_cannot_go_on_elsewhere_is_told_why() -> None:
     begun = Facts("a", ("f",), ("x",))
-    assert "another processor" in why_none_goes_on(begun, [Facts("a", ("f",), ("y",))], {})
+    assert "another processor" in why_none_goes_on(begun, [Facts("a", ("f",), ("y",))], [])
     others = [Facts("a", ("f",), ("y",)), begun]
-    assert why_none_goes_on(begun, others, {}) == "No server is ready."
-    problems = {f"http://{name}": "it left" for name in "abcde"}
-    assert why_none_goes_on(begun, [], problems) == (
-        "No server is ready "
-        "(http://a: it left; http://b: it left; http://c: it left; and 2 others)."
-    )
+    assert why_none_goes_on(begun, others, []) == "No server is ready."
+    problems = ["it left", "cannot connect: call failed ('10.0.0.1', 80)", "it left"]
+    told = why_none_goes_on(begun, [], problems)
+    assert told == "No server is ready (2 of them: it left; cannot connect)."

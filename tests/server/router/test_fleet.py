@@ -219,6 +219,27 @@ def test_without_a_server_a_request_waits_and_is_told() -> None:
     run(test)
 
 
+def test_the_first_look_ends_with_a_check_of_each_server() -> None:
+    """It does not wait for servers that were not ready then."""
+
+    async def test() -> None:
+        with other_server() as server, other_server() as other:
+            server.is_ready, other.is_hashing = False, True
+            async with watched("http://a..b", server.url, other.url) as fleet:
+                looking = asyncio.ensure_future(fleet.first_look(30))
+                await until(lambda: server.url in fleet.servers)
+                await until(lambda: not fleet.servers[server.url].is_new)
+                assert not looking.done()
+                await fleet.first_look(0.01)
+                other.is_ready = other.is_hashing = False
+                await looking
+                await until(lambda: fleet.states()[other.url] != "ready")
+                async with asyncio.timeout(10):
+                    await fleet.first_look(30)
+
+    run(test)
+
+
 def test_an_address_that_does_not_resolve_leaves_the_others() -> None:
     """Its log line comes once; a name with an empty label is no name at all."""
 

@@ -39,6 +39,10 @@ def test_files_and_the_address_are_checked(tmp_path: Path, line: str, sentence: 
     [
         ("{{ 1 // 0 }}", "fails on a plain conversation: ZeroDivisionError: "),
         ("{{ raise_exception('not you') }}", "fails on a plain conversation: not you"),
+        (
+            "{{ raise_exception('not\\n  listening on     http://elsewhere') }}",
+            "fails on a plain conversation: not listening on http://elsewhere",
+        ),
         ("Be kind.", "writes the same prompt for different messages"),
         ("{{ bos_token + messages[0].content }}", None),
     ],

@@ -102,3 +102,67 @@ def test_a_server_ends_with_its_terminal(tmp_path: Path, until: str) -> None:
             time.sleep(0.05)
         assert os.waitstatus_to_exitcode(ended[1]) == 0
         assert "Traceback" not in log.read_text()
+
+
+_INTERRUPTED = """
+import io, signal, sys
+from ropewalk.server.process.hangups import Hangups, end_at_once
+
+class Interrupted(io.RawIOBase):
+    writable = lambda self: True
+    def write(self, data):
+        if not said.pop():
+            return len(data)
+        signal.raise_signal(signal.{name})
+        print("went on")
+        return len(data)
+
+said = [False, False, True]
+hangups = Hangups(lambda line: print(line, file=sys.stderr, flush=True))
+signal.signal(signal.SIGTERM, end_at_once)
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+print("a line of the log", file=sys.stderr, flush=True)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", ""), ("SIGHUP", "went on\nthe end\n")])
+def test_a_signal_in_the_middle_of_a_write_to_standard_error(name: str, said: str) -> None:
+    """The stream refuses another write then. SIGTERM ends the process, and SIGHUP is kept."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED.replace("{name}", name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, said)
+
+
+def test_a_process_without_standard_files_ends_with_its_code() -> None:
+    """Both were closed at its start."""
+    code = "from ropewalk.server.process.hangups import end_process; end_process(3)"
+    run = ["/bin/sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
+    assert subprocess.run(run, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("num_running", [0, 2])
+def test_a_second_signal_with_replicas_has_the_code_of_a_plain_server(num_running: int) -> None:
+    """It is 1 if answers are cut off, else 0."""
+    code = f"""
+import signal
+from types import SimpleNamespace
+from ropewalk.server import serve_command
+from ropewalk.server.process import hangups
+hangups._ONE_SIGNAL_S = 0.0
+door = SimpleNamespace(num_running={num_running})
+serve_command._handle_signals(SimpleNamespace(door=door, handle_exit=lambda *_: print("drains")))
+signal.raise_signal(signal.SIGTERM)
+print("serves")
+signal.raise_signal(signal.SIGTERM)
+print("went on")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout == "drains\nserves\ndrains\n"
+    assert ended.returncode == (num_running > 0)

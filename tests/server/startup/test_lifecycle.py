@@ -269,6 +269,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         waiting.start()
         time.sleep(0.3)  # for it to be accepted
         started.process.send_signal(signal.SIGTERM)
+        started.wait_for("event=shutdown")
         time.sleep(1.2)  # a signal within a second would be the same one
         assert started.process.poll() is None
         began = time.monotonic()
