@@ -195,7 +195,8 @@ def test_a_removed_folder_pauses_and_is_used_again_when_it_is_back(
     folder = tmp_path / "kv"
     with structlog.testing.capture_logs() as logs:
         server = Server(engines, checkpoint, folder)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # while the janitor looks through it
+        wait_until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())
         first, _ = server.ask(asked(checkpoint))
         wait_until(lambda: not server.tier._noted)
         server.tier._writer.delete([])  # what comes before it in the queue is dropped
