@@ -71,8 +71,7 @@ def main(model: Path, formats: str, context: int, num_new: int, step: int) -> No
     token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=True, param="text")
     if len(token_ids) < context - num_new:
         raise click.BadParameter(f"--context: the text has {len(token_ids)} tokens, got {context}")
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-    groups, reason = group_layers(windows, checkpoint.plans, context)
+    groups, reason = group_layers(checkpoint.windows, checkpoint.plans, context)
     if groups is None:
         raise click.ClickException(reason or "no layer of the model has a window below --context")
     click.echo("\n| format | layers keep | cache | seconds | the same answer |")

@@ -45,7 +45,7 @@ class Served(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What was measured of an answer."""
+    """The times and counts of one answer."""
 
     rate_or_s: float  # tokens a second after the first as the server timed them, or a time
     thread_ms: float  # processor time of the busiest thread, of a token or of all

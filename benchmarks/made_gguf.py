@@ -1,8 +1,10 @@
-"""Blocks of GGUF types with random weights.
+"""The parts of GGUF files with random weights: blocks, sizes, a vocabulary.
 
 A step takes as long with random weights as with others. Weights have a mean of about zero, so that
 activations do not grow with depth.
 """
+
+from typing import Protocol
 
 import gguf
 import numpy as np
@@ -22,6 +24,21 @@ _DEVIATIONS = {Type.Q4_K: 258.0, Type.Q5_K: 527.0, Type.Q6_K: 1366.0, Type.Q8_0:
 _POWER = 120  # the exponent byte of MXFP4 with values of about that width
 
 
+class Shape(Protocol):
+    """The sizes that all made models have."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 def blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
     """Return random rows of a type, [N, bytes]."""
     draw = np.random.default_rng(seed)
@@ -36,10 +53,52 @@ def blocks(kind: Type, num_rows: int, num_inputs: int, seed: int) -> np.ndarray:
     return made.reshape(num_rows, -1)
 
 
-def has_more_bits(layer: int, num_layers: int) -> bool:
-    """Return whether llama-quantize's Q4_K_M gives a layer's sensitive weights more bits."""
+def q4_k_m(name: str, layer: int, num_layers: int) -> Type:
+    """Return the type of a layer's weight by llama-quantize's Q4_K_M."""
     eighth = num_layers // 8
-    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+    is_finer = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+    is_sensitive = name == "attn_v" or name.startswith("ffn_down")
+    return Type.Q6_K if is_sensitive and is_finer else Type.Q4_K
+
+
+def add_sizes(writer: gguf.GGUFWriter, shape: Shape, context: int, between: int) -> None:
+    """Add the sizes that every model has; `between`: the inner width of its MLP."""
+    writer.add_context_length(context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(between)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str = "qwen2") -> None:
+    """Add the tokens of a byte-level tokenizer with one merge, and fillers."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [chr(256 + place) for place in range(256 - len(printable))]
+    tokens = ["<|begin|>", "<|end|>", *sorted([*map(chr, printable), *others]), "ab"]
+    kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
+    tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
+
+
+def add_weight(writer: gguf.GGUFWriter, name: str, rows: np.ndarray, kind: Type) -> None:
+    """Add a weight of rows in a type."""
+    writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
+
+
+def add_norm(writer: gguf.GGUFWriter, name: str, dim: int) -> None:
+    """Add a norm of ones."""
+    writer.add_tensor(f"{name}.weight", np.ones(dim, np.float32))
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -12,8 +12,15 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.made_gguf import blocks, finish, has_more_bits
-from benchmarks.made_mixture import add_vocabulary
+from benchmarks.made_gguf import (
+    add_norm,
+    add_sizes,
+    add_vocabulary,
+    add_weight,
+    blocks,
+    finish,
+    q4_k_m,
+)
 
 _ARCHITECTURE = "qwen35"
 _CONTEXT, _INTERVAL, _TAPS = 262_144, 4, 4
@@ -72,8 +79,7 @@ def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
         return Type.Q5_K
     # llama-quantize counts the layers that have this weight, beside all layers of the model.
     place = layer // _INTERVAL if name == "attn_v" else layer
-    is_finer = name in ("attn_v", "ffn_down") and has_more_bits(place, num_layers)
-    return Type.Q6_K if is_finer else Type.Q4_K
+    return q4_k_m(name, place, num_layers)
 
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
@@ -82,7 +88,7 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     for place, (name, size) in enumerate(_sizes(shape, layer).items()):
         kind = _type_of(name, layer, shape.layers, types)
         rows = blocks(kind, *size, seed=100 * layer + place)
-        writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
+        add_weight(writer, f"blk.{layer}.{name}", rows, kind)
     norms = {"attn_norm": hidden, "post_attention_norm": hidden}
     if _keeps_state(layer):
         norms["ssm_norm"] = shape.state_dim
@@ -95,21 +101,13 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     else:
         norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
     for name, dim in norms.items():
-        writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(dim, np.float32))
+        add_norm(writer, f"blk.{layer}.{name}", dim)
 
 
 def write(path: Path, shape: Shape, types: str) -> None:
     """Write the file; `types`: Q4_K_M or Q8_0."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
-    writer.add_context_length(_CONTEXT)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.between)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
+    add_sizes(writer, shape, _CONTEXT, shape.between)
     writer.add_rope_freq_base(_BASE)
     writer.add_rope_dimension_count(shape.rotary_dim)
     writer.add_rope_dimension_sections(_SECTIONS)
@@ -122,8 +120,8 @@ def write(path: Path, shape: Shape, types: str) -> None:
     add_vocabulary(writer, shape.vocabulary, "qwen35")
     kind = Type.Q8_0 if types == "Q8_0" else Type.Q6_K
     rows = blocks(kind, shape.vocabulary, shape.hidden, seed=7)
-    writer.add_tensor("token_embd.weight", rows, raw_dtype=kind)  # the head is tied to it
-    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+    add_weight(writer, "token_embd", rows, kind)  # the head is tied to it
+    add_norm(writer, "output_norm", shape.hidden)
     for layer in range(shape.layers):
         _layer(writer, shape, layer, types)
     finish(writer)

@@ -1,23 +1,28 @@
 """`python -m benchmarks.made_llama FILE.gguf`: a Llama in Q4_K_M with random weights.
 
 The shapes are those of `make_model`; `1b` is TinyLlama's. The types are those that llama-quantize
-gives its weights. So llama.cpp and this server can be measured with one file of a size that nobody
-has to download. The orders of query and key rows do not matter, because they are random.
+gives its weights. So llama.cpp and this server are measured with one large file, without a
+download. The orders of query and key rows do not matter, because they are random.
 """
 
 from pathlib import Path
 
 import click
 import gguf
-import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.made_gguf import blocks, finish
-from benchmarks.made_mixture import add_vocabulary, type_of
+from benchmarks.made_gguf import (
+    add_norm,
+    add_sizes,
+    add_vocabulary,
+    add_weight,
+    blocks,
+    finish,
+    q4_k_m,
+)
 from benchmarks.make_model import SHAPES, Shape
 
 _CONTEXT = 4096
-_TYPES = "Q4_K_M"
 
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int) -> None:
@@ -34,31 +39,24 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int) -> None:
         "ffn_down": (hidden, between),
     }
     for place, (name, size) in enumerate(sizes.items()):
-        kind = type_of(name, layer, shape.layers, _TYPES)
+        kind = q4_k_m(name, layer, shape.layers)
         rows = blocks(kind, *size, seed=100 * layer + place)
-        writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
+        add_weight(writer, f"blk.{layer}.{name}", rows, kind)
     for name in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, np.float32))
+        add_norm(writer, f"blk.{layer}.{name}", hidden)
 
 
 def write(path: Path, shape: Shape) -> None:
     """Write the file."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(_CONTEXT)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    add_sizes(writer, shape, _CONTEXT, shape.intermediate)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(shape.vocab)
     add_vocabulary(writer, shape.vocab)
     for name, kind in (("token_embd", Type.Q4_K), ("output", Type.Q6_K)):
-        rows = blocks(kind, shape.vocab, shape.hidden, seed=7)
-        writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
-    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+        add_weight(writer, name, blocks(kind, shape.vocab, shape.hidden, seed=7), kind)
+    add_norm(writer, "output_norm", shape.hidden)
     for layer in range(shape.layers):
         _layer(writer, shape, layer)
     finish(writer)

@@ -13,7 +13,15 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.made_gguf import blocks, finish, has_more_bits
+from benchmarks.made_gguf import (
+    add_norm,
+    add_sizes,
+    add_vocabulary,
+    add_weight,
+    blocks,
+    finish,
+    q4_k_m,
+)
 
 _ARCHITECTURE = "qwen3moe"
 _CONTEXT = 4096
@@ -34,12 +42,11 @@ class Shape(NamedTuple):
     vocabulary: int = 8192
 
 
-def type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
+def _type_of(name: str, layer: int, num_layers: int, types: str) -> Type:
     """Return the type that llama-quantize gives a weight."""
     if types != "Q4_K_M":
         return Type.MXFP4 if types == "MXFP4" and name.endswith("_exps") else Type.Q8_0
-    is_chosen = name == "attn_v" or name.startswith("ffn_down")
-    return Type.Q6_K if is_chosen and has_more_bits(layer, num_layers) else Type.Q4_K
+    return q4_k_m(name, layer, num_layers)
 
 
 def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> None:
@@ -56,11 +63,11 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
         "ffn_down_exps": (hidden, shape.between),
     }
     for place, (name, size) in enumerate(sizes.items()):
-        kind = type_of(name, layer, shape.layers, types)
+        kind = _type_of(name, layer, shape.layers, types)
         rows = blocks(kind, *size, seed=100 * layer + place)
         if name.endswith("_exps"):
             rows = np.stack([np.roll(rows, 7 * each, axis=0) for each in range(shape.experts)])
-        writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
+        add_weight(writer, f"blk.{layer}.{name}", rows, kind)
     draw = np.random.default_rng(layer)
     router = 2.0 * draw.standard_normal((shape.experts, hidden), np.float32) / hidden**0.5
     writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
@@ -68,50 +75,24 @@ def _layer(writer: gguf.GGUFWriter, shape: Shape, layer: int, types: str) -> Non
     for name, dim in (
         ("attn", hidden), ("ffn", hidden), ("attn_q", head_dim), ("attn_k", head_dim),
     ):  # fmt: skip
-        writer.add_tensor(f"blk.{layer}.{name}_norm.weight", np.ones(dim, np.float32))
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str = "qwen2") -> None:
-    """Add the tokens of a byte-level tokenizer with one merge, and fillers."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [chr(256 + place) for place in range(256 - len(printable))]
-    tokens = ["<|begin|>", "<|end|>", *sorted([*map(chr, printable), *others]), "ab"]
-    kinds = [3, 3] + [1] * (len(tokens) - 2) + [5] * (size - len(tokens))
-    tokens += [f"[PAD{place}]" for place in range(len(tokens), size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(False)  # noqa: FBT003  # gguf's own interface
+        add_norm(writer, f"blk.{layer}.{name}_norm", dim)
 
 
 def write(path: Path, shape: Shape, types: str) -> None:
     """Write the file; `types`: one of TYPES."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
-    writer.add_context_length(_CONTEXT)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.between)
+    add_sizes(writer, shape, _CONTEXT, shape.between)
     writer.add_expert_feed_forward_length(shape.between)
     writer.add_expert_count(shape.experts)
     writer.add_expert_used_count(shape.choices)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10_000.0)
     add_vocabulary(writer, shape.vocabulary)
     for name, kind in (
         ("token_embd", Type.Q4_K if types == "Q4_K_M" else Type.Q8_0),
         ("output", Type.Q6_K if types == "Q4_K_M" else Type.Q8_0),
     ):
-        rows = blocks(kind, shape.vocabulary, shape.hidden, seed=7)
-        writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
-    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+        add_weight(writer, name, blocks(kind, shape.vocabulary, shape.hidden, seed=7), kind)
+    add_norm(writer, "output_norm", shape.hidden)
     for layer in range(shape.layers):
         _layer(writer, shape, layer, types)
     finish(writer)

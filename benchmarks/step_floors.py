@@ -30,6 +30,7 @@ from benchmarks.cpu_kernels import (
     multiply_adds,
     sum_of,
 )
+from benchmarks.made_gguf import q4_k_m
 from benchmarks.made_weights import fill_with
 from benchmarks.make_model import SHAPES, Shape, llama_config
 from ropewalk.model_runtime.attention.batch import Span, build_batch
@@ -131,15 +132,16 @@ class Made:
         ]
 
 
+_SENSITIVE = {"v_proj": "attn_v", "down_proj": "ffn_down"}  # to their names in GGUF
+
+
 def format_of(name: str, num_layers: int) -> Format:
     """Return the type that a file in Q4_K_M has for a weight of a Llama."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
     if layer is None:
         return BY_TYPE["Q6_K" if "head" in name else "Q4_K"]
-    is_finer = layer < num_layers // 8 or layer >= 7 * num_layers // 8
-    is_finer |= (layer - num_layers // 8) % 3 == 2  # each third between them
-    is_chosen = name.endswith(("v_proj.weight", "down_proj.weight"))
-    return BY_TYPE["Q6_K" if is_finer and is_chosen else "Q4_K"]
+    found = _SENSITIVE.get(name.split(".")[-2], name)
+    return BY_TYPE[q4_k_m(found, layer, num_layers).name]
 
 
 def make(shape: Shape, num_layers: int) -> Made:

@@ -86,8 +86,7 @@ def main() -> None:
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
     cases = [(name, checkpoint, PROFILES) for name, checkpoint in checkpoints.items()]
     for name, checkpoint, profiles in (*cases, ("methods", checkpoints["llama"], PLACED)):
-        windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-        groups, _ = group_layers(windows, checkpoint.plans, CONFIG.max_model_len)
+        groups, _ = group_layers(checkpoint.windows, checkpoint.plans, CONFIG.max_model_len)
         config = replace(CONFIG, page_groups=groups)
         runner: ModelRunner = build_runner(checkpoint, config, profiles)
         compiled.clear()

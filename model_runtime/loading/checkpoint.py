@@ -104,6 +104,11 @@ class Checkpoint:
     distance: Distance | None = None  # of int8 weights from the stored ones
     rounding: Distance | None = None  # of rounded activations from exact ones
 
+    @property
+    def windows(self) -> dict[int, int | None]:
+        """Return the keys that each layer reads at most; None: all of them."""
+        return {index: plan.window for index, plan in self.plans.items()}
+
 
 def load_checkpoint(
     source: str | Path,

@@ -112,11 +112,10 @@ class Forwarder:
     async def _try(self, asked: Asked, start: Start, send: SendPart) -> bool:
         """Ask one server; return False if another one has to be asked."""
         settings, loop = self._settings, asyncio.get_running_loop()
-        # Only generation is worth a wait; others wait for the first look at the servers.
-        is_patient = asked.method == "POST"
-        limit_s = settings.wait_seconds * is_patient
-        if not is_patient:
-            await self._fleet.first_look(min(settings.wait_seconds, settings.silence_seconds))
+        limit_s = settings.wait_seconds
+        if asked.method != "POST":  # only generation is worth more than the first look
+            await self._fleet.first_look(min(limit_s, settings.silence_seconds))
+            limit_s = 0.0
         if asked.has_begun:
             limit_s = max(0.0, asked.waits_until - loop.time())
         server = await self._fleet.pick(

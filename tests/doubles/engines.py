@@ -14,6 +14,7 @@ from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.page_groups import PageGroups, group_layers
 from ropewalk.model_runtime.request import (
     FinishReason,
     Output,
@@ -130,6 +131,14 @@ def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
 def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
     """A deployment of that checkpoint."""
     return make_deployment("tiny", checkpoint.native, DeploymentOptions(**options))
+
+
+def groups_of(checkpoint: Checkpoint) -> PageGroups:
+    """The groups of a model's layers, as a plan of 256 tokens has them."""
+    groups, reason = group_layers(checkpoint.windows, checkpoint.plans, 256)
+    assert reason is None
+    assert groups is not None
+    return groups
 
 
 def answer(engine: Engine, *requests: Request) -> list[Result]:

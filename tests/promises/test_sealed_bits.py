@@ -28,20 +28,12 @@ from tests.doubles.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.fixed_costs import fix_step_costs
-from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
+from tests.oracles.draft_adversary import Adversary, Counted, tell
 from tests.oracles.sealed_reference import BITS, ReferenceModel
 
 KINDS = [*BITS, "bfloat16"]  # the last one rounds when it writes, and seals nothing
 PAGE = 32
 WHOLE = {"kv_cache_tokens": 4096, "max_model_len": 256, "page_size": PAGE}
-
-
-@pytest.fixture
-def adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
-    """An adversary in the place of the drafter, and drafts that do not follow the clock."""
-    fix_step_costs(monkeypatch)
-    return use_adversary(monkeypatch)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
-from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
 from ropewalk.model_runtime.request import Request
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import (
@@ -26,11 +24,12 @@ from tests.doubles.engines import (
     Result,
     answer,
     deployment_of,
+    groups_of,
     request,
     tiny_checkpoint,
 )
-from tests.fixed_costs import fix_step_costs
-from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
+from tests.doubles.random_workloads import requests_with_beginnings
+from tests.oracles.draft_adversary import Adversary, Counted, tell
 from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
 from tests.oracles.sealed_reference import BITS
 from tests.sampling import sampled
@@ -42,25 +41,10 @@ SINKS = {"rope_type": "default", "positions": {"method": "sinks", "sinks": 4, "w
 NAMES = ("gemma3_text", "mistral", "gemma2", "gpt_oss", "cohere2", "exaone4", "olmo3")
 
 
-@pytest.fixture
-def adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
-    """An adversary in the place of the drafter, and drafts that do not follow the clock."""
-    fix_step_costs(monkeypatch)
-    return use_adversary(monkeypatch)
-
-
 @cache
 def windowed(name: str) -> Checkpoint:
     """A taken-over tiny model with windows that span two or three pages."""
     return tiny_checkpoint(name, sliding_window=WINDOW)
-
-
-def groups_of(checkpoint: Checkpoint) -> PageGroups:
-    """The groups of a model's layers, as a plan has them."""
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-    groups, _ = group_layers(windows, checkpoint.plans, 256)
-    assert groups is not None
-    return groups
 
 
 def alone(engines: EngineFactory, name: str, kind: str, asked: list[Request]) -> list[Result]:
@@ -74,18 +58,6 @@ def held(engines: EngineFactory, name: str, kind: str, **config: Any) -> Engine:
     """An engine whose pages hold groups of layers, in few bits."""
     config = {**WHOLE, "kv_cache_dtype": kind, **config}
     return engines.over(windowed(name), page_groups=groups_of(windowed(name)), **config)
-
-
-def random_requests(rng: random.Random, deployment: Deployment) -> list[Request]:
-    """Prompts that share a beginning or none."""
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(100)]
-    asked = []
-    for _ in range(4):
-        prompt = shared[: rng.choice([0, 64, 100])]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([3, 31, 60, 90]))]
-        sampling = rng.choice([{}, {"logprobs": 3}, {"temperature": 0.9, "seed": 7}])
-        asked.append(request(deployment, prompt, max_tokens=rng.randint(1, 60), **sampling))
-    return asked
 
 
 @dataclass(frozen=True)
@@ -128,7 +100,7 @@ def test_no_way_of_serving_changes_an_answer(
     policy = {} if has_sinks else {"rope_policy": case.policy}
     scaling = SINKS if has_sinks else YARN
     deployment = deployment_of(windowed(case.name), rope_scaling=scaling, **policy)
-    asked = random_requests(rng, deployment)
+    asked = requests_with_beginnings(rng, deployment, [0, 64, 100])
     expected = alone(engines, case.name, case.kind, asked)
     tell(adversary, case.seed, case.share_right, list(zip(asked, expected, strict=True)))
     engine = held(

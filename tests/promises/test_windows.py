@@ -13,10 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
 from ropewalk.model_runtime.request import Request
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import (
@@ -24,11 +22,12 @@ from tests.doubles.engines import (
     Result,
     answer,
     deployment_of,
+    groups_of,
     request,
     tiny_checkpoint,
 )
-from tests.fixed_costs import fix_step_costs
-from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
+from tests.doubles.random_workloads import requests_with_beginnings
+from tests.oracles.draft_adversary import Adversary, Counted, tell
 from tests.sampling import sampled
 
 PAGE = 8
@@ -49,28 +48,12 @@ QWEN = {
 }
 
 
-@pytest.fixture
-def adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
-    """An adversary in the place of the drafter, and drafts that do not follow the clock."""
-    fix_step_costs(monkeypatch)
-    return use_adversary(monkeypatch)
-
-
 @cache
 def windowed(name: str) -> Checkpoint:
     """A taken-over tiny model with windows of 24 keys."""
     more = QWEN if name == "qwen2" else {}
     more = {"sliding_window": 24} if name == "phi3" else more
     return tiny_checkpoint(name, **more)
-
-
-def groups_of(checkpoint: Checkpoint) -> PageGroups:
-    """The groups of a model's layers, as a plan has them."""
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-    groups, reason = group_layers(windows, checkpoint.plans, 256)
-    assert reason is None
-    assert groups is not None
-    return groups
 
 
 @dataclass(frozen=True)
@@ -112,18 +95,6 @@ def grouped(engines: EngineFactory, name: str, **config: Any) -> Engine:
     return engines.over(windowed(name), page_groups=groups, **{**WHOLE, **config})
 
 
-def random_requests(rng: random.Random, deployment: Deployment, num: int = 4) -> list[Request]:
-    """Prompts that share a beginning or none."""
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(70)]
-    asked = []
-    for _ in range(num):
-        prompt = shared[: rng.choice([0, 40, 70])]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([3, 31, 60, 90]))]
-        sampling = rng.choice([{}, {"logprobs": 3}, {"temperature": 0.9, "seed": 7}])
-        asked.append(request(deployment, prompt, max_tokens=rng.randint(1, 60), **sampling))
-    return asked
-
-
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_no_way_of_serving_changes_an_answer(
@@ -135,7 +106,7 @@ def test_no_way_of_serving_changes_an_answer(
     policy = {} if has_sinks else {"rope_policy": case.policy}
     scaling = SINKS if has_sinks else YARN
     deployment = deployment_of(windowed(case.name), rope_scaling=scaling, **policy)
-    asked = random_requests(rng, deployment)
+    asked = requests_with_beginnings(rng, deployment, [0, 40, 70])
     expected = alone(engines, case.name, asked)
     tell(adversary, case.seed, case.share_right, list(zip(asked, expected, strict=True)))
     engine = grouped(

@@ -227,7 +227,7 @@ def test_metrics_of_host_memory_exist_with_it_only() -> None:
         found = factory.registry.get_sample_value
         assert found("ropewalk_kv_disk_bytes") == (0 if has_memory else 7)
         info = found("ropewalk_kv_disk_info", {"place": "at random"})
-        assert info == (None if has_memory else 1)  # it shares its pages with nobody
+        assert info == (None if has_memory else 1)  # no other server shares its pages
         assert found("ropewalk_kv_offload_bytes") == (500 if has_memory else None)
         read = found("ropewalk_kv_offload_pages_total", {"event": "read"})
         assert read == (3 if has_memory else None)

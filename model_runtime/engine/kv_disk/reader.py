@@ -45,10 +45,11 @@ class Fetch:
     is_done: bool = False  # no further page arrives
     is_given_up: bool = False
     reading_since: float | None = None  # of the page that is being read now
+    missing: list[bytes] = field(init=False)  # keys, for the look of every waiting sequence
 
-    @property
-    def missing(self) -> list[bytes]:
-        return self.keys[self.num_before :]
+    def __post_init__(self) -> None:
+        """Note the keys that are missing."""
+        self.missing = self.keys[self.num_before :]
 
 
 class Reader:

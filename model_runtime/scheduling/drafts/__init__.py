@@ -1,1 +1,1 @@
-"""Where drafts come from, and how long they are."""
+"""The sources of drafts, and their lengths."""

@@ -8,7 +8,7 @@ from typing import Any
 
 _OF_THE_START = "created"  # differs between equal servers
 _FINGERPRINTS = ("fingerprint", "arithmetic")
-_TOLD = 3  # reasons that a client is told
+_MOST_REASONS = 3  # in an answer
 _SHOWN = 8  # digits of a fingerprint in the log
 
 
@@ -58,7 +58,10 @@ def none_ready(problems: Iterable[str]) -> str:
     num_of = Counter(each.partition(": ")[0] for each in problems)
     if not num_of:
         return "No server is ready."
-    told = [why if num == 1 else f"{num} of them: {why}" for why, num in num_of.most_common(_TOLD)]
+    told = [
+        why if num == 1 else f"{num} of them: {why}"
+        for why, num in num_of.most_common(_MOST_REASONS)
+    ]
     return f"No server is ready ({'; '.join(told)})."
 
 

@@ -92,8 +92,8 @@ def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelC
 def refuse_before_listening(settings: ServeSettings) -> None:
     """Raise ModelError or SettingsError for an absent model, and for wrong deployments.
 
-    A wrong chat template is told with the deployments, and not looked for without them. Nothing is
-    downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
+    A wrong chat template is reported with the deployments, and not looked for without them.
+    Nothing is downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
     """
     if settings.model is not None and is_hub_id(settings.model):
         return

@@ -36,7 +36,7 @@ def facts_of(
     num_token_bytes = token_bytes(*form) * num_ranks
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
+    windows = checkpoint.windows
     if checkpoint.device.type != "cuda":
         memory = machine_memory()
         return ModelFacts(

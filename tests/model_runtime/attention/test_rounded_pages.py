@@ -17,7 +17,6 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import group_layers
 from ropewalk.model_runtime.runner.backends import rounded_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
@@ -26,6 +25,7 @@ from tests.doubles.engines import (
     answer,
     checkpoint_of,
     deployment_of,
+    groups_of,
     request,
     tiny_checkpoint,
 )
@@ -190,12 +190,9 @@ def test_what_has_no_such_cache_is_refused(embedded: Checkpoint) -> None:
 def test_layers_that_hold_their_window_round_too(engines: EngineFactory) -> None:
     """Pages of groups of layers have the same answers as pages of all layers."""
     checkpoint = tiny_checkpoint("gemma3")
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-    groups, _ = group_layers(windows, checkpoint.plans, 256)
-    assert groups is not None
     asked = request(deployment_of(checkpoint), PROMPT, max_tokens=20, logprobs=2)
     limits = {**ROUNDED, "max_model_len": 256, "max_num_batched_tokens": 33}
-    held = engines.over(checkpoint, **limits, page_groups=groups)
+    held = engines.over(checkpoint, **limits, page_groups=groups_of(checkpoint))
     expected = answer(engines.over(checkpoint, **limits), asked)
     assert answer(held, asked) == expected
     assert held._core._runner.store.dtype == torch.bfloat16

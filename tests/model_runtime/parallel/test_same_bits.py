@@ -76,8 +76,7 @@ def compare(
     On the ranks, pages hold groups of layers if some read a window.
     """
     expected = logits(build_runner(alone, CONFIG), profiles)
-    windows = {index: plan.window for index, plan in shared.plans.items()}
-    groups, _ = group_layers(windows, shared.plans, CONFIG.max_model_len)
+    groups, _ = group_layers(shared.windows, shared.plans, CONFIG.max_model_len)
     config = replace(CONFIG, page_groups=groups)
     found = logits(build_runner(shared, config, make=ranks.runner), profiles)
     for step, (got_RV, wanted_RV) in enumerate(zip(found, expected, strict=True)):

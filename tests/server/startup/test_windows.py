@@ -130,7 +130,7 @@ def test_a_config_tells_the_windows_of_the_loaded_model(name: str) -> None:
     outline = ModelConfig(
         "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
     )
-    loaded = {index: plan.window for index, plan in tiny_checkpoint(name, **more).plans.items()}
+    loaded = tiny_checkpoint(name, **more).windows
     assert outline.windows() == loaded
     assert any(loaded.values()) == (name != "llama")
 

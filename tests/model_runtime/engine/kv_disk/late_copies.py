@@ -29,7 +29,7 @@ class LateDone:
 
 
 class LateCopies:
-    """Copies in order; each runs when somebody waits for it, and no sooner.
+    """Copies in order; each runs when a wait needs it, and no sooner.
 
     Until `may_run` is set, only a step that waits lets them run.
     """

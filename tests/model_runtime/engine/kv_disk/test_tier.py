@@ -183,7 +183,7 @@ def test_a_read_reserves_pages_beside_windows_before_the_place_found() -> None:
     sequence, fetch = bench.fetch(7 * PAGE + 1)
     assert fetch.num_before == 3
     assert len(fetch.held) == 3 + 2
-    # Of the group without a window three pages are there, and of the windows none that is needed.
+    # Three pages of the group without a window are there, and no page that the windows need.
     assert len(fetch.reserved) == bench.scheduler.pages.num_to_hold(sequence) - 3
     fetch.is_done = True
     bench.run()

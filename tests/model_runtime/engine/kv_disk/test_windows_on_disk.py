@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
 from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
     stored_key,
     wanted_pages,
 )
-from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.doubles.engines import (
+    EngineFactory,
+    answer,
+    deployment_of,
+    groups_of,
+    request,
+    tiny_checkpoint,
+)
 from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
 
 NAMES = ("gemma3_text", "mistral")  # layers of both kinds, and of one
@@ -35,14 +42,6 @@ LIMITS: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 2048, "max_model
 def windowed(name: str) -> Checkpoint:
     """A taken-over tiny model with windows of 40 keys."""
     return tiny_checkpoint(name, sliding_window=WINDOW)
-
-
-def groups_of(checkpoint: Checkpoint) -> PageGroups:
-    """The groups of a model's layers, as a plan has them."""
-    windows = {index: plan.window for index, plan in checkpoint.plans.items()}
-    groups, _ = group_layers(windows, checkpoint.plans, 256)
-    assert groups is not None
-    return groups
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -70,7 +69,7 @@ def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
             for path in rng.sample(files(folder), 1 + len(files(folder)) // 8):
                 path.unlink()
     assert found[:3] == [0, 192, 192]
-    # Of a window 40 keys before position 192 are read: they lie in the last two pages.
+    # The 40 keys of a window before position 192 lie in the last two pages.
     assert num_read[1] == 6 * groups.windows.count(None) + 2 * sum(map(bool, groups.windows))
     assert all(each % PAGE == 0 for each in found)
 
