@@ -70,10 +70,13 @@ def take_all(offers: Sequence[Any], num_sequences: int, most_rows: int, cost: An
 
 def use_adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
     """Put an adversary in the place of the drafter, whose drafts always fill the step."""
-    monkeypatch.setattr(speculator, "Drafter", Adversary)
 
+    class OfThisTest(Adversary):
+        """A class of its own, because tests set attributes of it."""
+
+    monkeypatch.setattr(speculator, "Drafter", OfThisTest)
     monkeypatch.setattr(speculator, "take", take_all)
-    return Adversary
+    return OfThisTest
 
 
 def tell(
