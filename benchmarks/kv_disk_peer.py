@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.kv_disk import drop_file, prompt_of
+from benchmarks.kv_disk import busiest_ms, drop_file, prompt_of, thread_times
 from benchmarks.own_server import free_port
 
 _START_S = 120.0
@@ -32,47 +32,52 @@ def main() -> None:
     parser.add_argument("server", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="1024,8192", help="tokens of the prompts")
+    parser.add_argument("--starts", default="off,disk,memory", help="rows of the table, off first")
     parser.add_argument("--flags", default="--threads 2", help="of llama-server")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parsed = parser.parse_args()
     sys.stdout.write(
-        "| tokens | start | first token, s | tokens found | save or restore, s | MB |\n"
+        "| tokens | start | first token, s | processor, s | tokens found | save or restore, s "
+        "| MB |\n"
     )
-    sys.stdout.write("|---:|---|---:|---:|---:|---:|\n")
+    sys.stdout.write("|---:|---|---:|---:|---:|---:|---:|\n")
+    sys.stdout.flush()
     with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
         for length in map(int, parsed.lengths.split(",")):
             serve = [str(parsed.server), "--model", str(parsed.model), "--parallel", "1"]
             serve += ["--slot-save-path", name, "--ctx-size", str(length + 64)]
-            measure([*serve, *shlex.split(parsed.flags)], Path(name) / _SLOT, length)
+            starts = parsed.starts.split(",")
+            measure([*serve, *shlex.split(parsed.flags)], Path(name) / _SLOT, length, starts)
 
 
-def measure(serve: list[str], slot: Path, length: int) -> None:
+def measure(serve: list[str], slot: Path, length: int, starts: list[str]) -> None:
     """Measure the first token of one prompt after each kind of start."""
     body = {"prompt": prompt_of(length), "n_predict": 1, "cache_prompt": True}
-    for start in ("off", "disk", "memory"):
+    for start in starts:
         if start == "disk":
             drop_file(slot)
-        with running(serve) as client:
+        with running(serve) as (client, pid):
+            before = thread_times(pid)
             began = time.monotonic()
             if start != "off":
                 _post(client, "/slots/0?action=restore", {"filename": _SLOT})
             moved_s = time.monotonic() - began
             answer = _post(client, "/completion", body)
             seconds = time.monotonic() - began
+            spent_s = busiest_ms(pid, before) / 1e3
             if start == "off":
                 began = time.monotonic()
                 _post(client, "/slots/0?action=save", {"filename": _SLOT})
                 moved_s = time.monotonic() - began
         found = length - answer["timings"]["prompt_n"]
         size = slot.stat().st_size / 1e6
-        sys.stdout.write(
-            f"| {length:,} | {start} | {seconds:.2f} | {found:,} | {moved_s:.2f} | {size:,.0f} |\n"
-        )
+        cells = f"{start} | {seconds:.2f} | {spent_s:.2f} | {found:,} | {moved_s:.2f} | {size:,.0f}"
+        sys.stdout.write(f"| {length:,} | {cells} |\n")
         sys.stdout.flush()
 
 
 @contextmanager
-def running(serve: list[str]) -> Iterator[httpx.Client]:
+def running(serve: list[str]) -> Iterator[tuple[httpx.Client, int]]:
     """Serve until the block ends."""
     port = free_port()
     process = subprocess.Popen(  # noqa: S603  # the command of whoever measures
@@ -82,13 +87,13 @@ def running(serve: list[str]) -> Iterator[httpx.Client]:
         env=dict(os.environ),
     )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=3600) as client:
             ends = time.monotonic() + _START_S
             while not _is_ready(client):
                 if process.poll() is not None or time.monotonic() > ends:
                     raise TimeoutError("llama-server does not answer")
                 time.sleep(0.05)
-            yield client
+            yield client, process.pid
     finally:
         process.terminate()
         process.wait(60)

@@ -188,6 +188,8 @@ class SequencePages:
         sequence.num_computed = sequence.num_published * self.page_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
+            if self.tier is not None:
+                self.tier.began(sequence, keys)
 
     def reusable_pages(self, keys: list[Key]) -> list[int]:
         """Return the cached pages that a sequence with these keys would start with."""

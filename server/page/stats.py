@@ -23,6 +23,7 @@ _TOTALS = {
     "kv_cache_tokens": "ropewalk_kv_cache_tokens",
 }
 _DISK_PAGES = "ropewalk_kv_disk_pages_total"  # absent without a tier on disk
+_MEMORY_PAGES = "ropewalk_kv_offload_pages_total"  # absent without pages in host memory
 _REQUESTS = "ropewalk_requests_total"
 _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 
@@ -64,6 +65,14 @@ class DiskStats(Body):
     paused: bool
 
 
+class OffloadStats(Body):
+    """The pages in the host memory of a GPU."""
+
+    pages_read: int
+    pages_evicted: int
+    bytes: int
+
+
 class Stats(Body):
     """The answer of /stats."""
 
@@ -80,6 +89,7 @@ class Stats(Body):
     kv_cache_usage_ratio: float
     kv_cache_tokens: int
     kv_disk: DiskStats | None  # None: there is no tier on disk
+    kv_offload: OffloadStats | None  # None: no pages are in host memory
     requests: list[RequestStats]  # without those that count zero
 
 
@@ -99,15 +109,14 @@ def read_stats(metrics: Metrics) -> Stats:
         ],
         kv_cache_usage_ratio=_only(samples[_CACHE_USAGE]),
         kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
+        kv_offload=_offload(samples) if _MEMORY_PAGES in samples else None,
         **totals,
     )
 
 
 def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
     """Read the tier of pages on disk."""
-    pages: Counter[str] = Counter()
-    for each in samples[_DISK_PAGES]:
-        pages[each.labels["event"]] += int(each.value)
+    pages = _by_event(samples[_DISK_PAGES])
 
     def values(name: str) -> list[int]:
         return [int(each.value) for each in samples[f"ropewalk_kv_disk_{name}"]]
@@ -122,6 +131,23 @@ def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
         bytes=max(values("bytes")),
         paused=any(values("paused")),
     )
+
+
+def _offload(samples: Mapping[str, list[Sample]]) -> OffloadStats:
+    """Read the pages in host memory."""
+    pages = _by_event(samples[_MEMORY_PAGES])
+    return OffloadStats(
+        pages_read=pages["read"],
+        pages_evicted=pages["evicted"],
+        bytes=sum(int(each.value) for each in samples["ropewalk_kv_offload_bytes"]),
+    )
+
+
+def _by_event(samples: list[Sample]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for each in samples:
+        found[each.labels["event"]] += int(each.value)
+    return found
 
 
 def _only(samples: list[Sample]) -> float:

@@ -2,7 +2,7 @@
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +62,9 @@ class History:
         if len(self.answers) > 1:
             num_tokens = stats["generated_tokens"] - older["generated_tokens"]
             lines[0] += f", {num_tokens / (now - then):,.0f} tokens/s"
-        if stats.get("kv_disk") is not None:
-            lines.append(_disk_line(stats["kv_disk"], older["kv_disk"] if is_window else None))
+        for name, line_of in (("kv_offload", _memory_line), ("kv_disk", _disk_line)):
+            if stats.get(name) is not None:
+                lines.append(line_of(stats[name], older.get(name) if is_window else None))
         period = f"last {now - then:.0f} s" if is_window else "since the server's start"
         lines += [
             "",
@@ -81,15 +82,26 @@ class History:
 
 def _disk_line(disk: dict[str, Any], older: dict[str, Any] | None) -> str:
     """Return the line of the pages on disk, with counts since `older` or the server's start."""
-
-    def new(name: str) -> str:
-        return f"{disk[name] - (older[name] if older is not None else 0):,}"
-
+    new = _since(disk, older)
     return (
         f"disk {disk['bytes'] / 2**30:.3g} GiB, {new('tokens_read')} tokens read, "
         f"{new('pages_written')} pages written, {new('pages_dropped')} dropped, "
         f"{new('bad_files')} bad files{', paused' if disk['paused'] else ''}"
     )
+
+
+def _memory_line(memory: dict[str, Any], older: dict[str, Any] | None) -> str:
+    """Return the line of the pages in host memory, with counts as `_disk_line` has them."""
+    new = _since(memory, older)
+    return (
+        f"host memory {memory['bytes'] / 2**30:.3g} GiB, {new('pages_read')} pages read, "
+        f"{new('pages_evicted')} evicted"
+    )
+
+
+def _since(counts: dict[str, Any], older: dict[str, Any] | None) -> Callable[[str], str]:
+    """Return what tells how far a count has grown since `older`, or since the server's start."""
+    return lambda name: f"{counts[name] - (older[name] if older is not None else 0):,}"
 
 
 def _rows(stats: dict[str, Any], older: dict[str, Any] | None, model_name: str) -> list[str]:

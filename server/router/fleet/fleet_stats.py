@@ -14,6 +14,7 @@ _SAME = frozenset({"context_bounds", "bounds"})
 _GROWING = ("prompt_tokens", "prompt_tokens_cached", "generated_tokens", "preemptions")
 _LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 _USAGE, _DISK, _REQUESTS = "kv_cache_usage_ratio", "kv_disk", "requests"
+_MEMORY = "kv_offload"
 _START = "start_time_seconds"
 
 Stats = dict[str, Any]
@@ -74,6 +75,9 @@ class FleetStats:
         if found[_DISK] is not None:  # they share a folder
             found[_DISK]["bytes"] = max((each["bytes"] for each in disks), default=0)
             found[_DISK]["paused"] = any(each["paused"] for each in disks)
+        if found.get(_MEMORY) is not None:  # each has its own; servers of before have no such name
+            memories = [each[_MEMORY] for each in now if each.get(_MEMORY) is not None]
+            found[_MEMORY]["bytes"] = sum(each["bytes"] for each in memories)
         return json.dumps(found).encode()
 
 

@@ -1,11 +1,13 @@
 """The /stats of several servers is that of one that has done the work of all."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.page.stats import read_stats
 from ropewalk.server.router.fleet.fleet_stats import FleetStats
@@ -77,6 +79,35 @@ def test_queue_and_cache_are_of_the_servers_that_take_requests() -> None:
     assert (both["requests_running"], both["requests_waiting"]) == (3, 30)
     assert both["kv_cache_usage_ratio"] == pytest.approx(0.375)
     assert (first["requests_running"], first["kv_cache_usage_ratio"]) == (1, 0.25)
+
+
+def test_host_memory_of_servers_is_added_and_its_size_is_of_now() -> None:
+    """Each has its own. A server without any, or of an earlier release, adds nothing."""
+    fleet, plain = FleetStats(), metrics()
+    assert stats_of(plain)["kv_offload"] is None
+    config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64, kv_offload_gib=1.0)
+    for number, address in enumerate(ADDRESSES, 1):
+        one = Metrics(MetricFactory(), (64, 256), config, ())
+        one.tiered(TierCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
+        assert stats_of(one)["kv_offload"] == {
+            "pages_read": number,
+            "pages_evicted": 4,
+            "bytes": 2**number,
+        }
+        noted(fleet, address, one)
+    noted(fleet, "plain", plain)
+    earlier = stats_of(plain)
+    del earlier["kv_offload"]
+    fleet.note("earlier", json.dumps(earlier).encode())
+    whole, rest = (
+        json.loads(fleet.render((*ADDRESSES[:number], "plain", "earlier")))["kv_offload"]
+        for number in (2, 1)
+    )
+    assert whole == {"pages_read": 3, "pages_evicted": 8, "bytes": 6}
+    assert rest == {"pages_read": 3, "pages_evicted": 8, "bytes": 2}
+    alone = FleetStats()
+    alone.note("earlier", json.dumps(earlier).encode())
+    assert "kv_offload" not in json.loads(alone.render(("earlier",)))
 
 
 def test_an_answer_that_was_overtaken_is_left_out() -> None:

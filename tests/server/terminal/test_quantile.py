@@ -101,6 +101,21 @@ def test_pages_on_disk_have_a_line_with_the_counts_of_the_window() -> None:
         assert lines[1] == f"disk 2 GiB, {told}, 0 dropped, 0 bad files, paused"
 
 
+def test_pages_in_host_memory_have_a_line_before_those_on_disk() -> None:
+    """It is there with them only; the size is that of now."""
+    history = History()
+    for second, num_read in ((0.0, 2), (60.0, 5)):
+        memory = {"bytes": 2**29, "pages_read": num_read, "pages_evicted": 1}
+        history.add(second, {**_stats(5, "m"), "kv_disk": None, "kv_offload": memory})
+    for since_start, told in (
+        (False, "3 pages read, 0 evicted"),
+        (True, "5 pages read, 1 evicted"),
+    ):
+        lines = history.table(since_start=since_start)
+        assert lines[1] == f"host memory 0.5 GiB, {told}"
+        assert not lines[2]
+
+
 def test_several_deployments_have_rows_of_their_own() -> None:
     """One that is new in the window counts from zero, and one without requests is left out."""
     history = History()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk import build
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause, TierCounts
 from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.offload import device_pages
@@ -23,6 +24,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.page.stats import read_stats
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk import late_copies
 from tests.model_runtime.engine.kv_disk.disk_engines import (
@@ -43,6 +46,15 @@ def asked(checkpoint: Checkpoint, number: int = 0) -> Request:
     """A request for a prompt of twelve pages; those of other numbers share none."""
     prompt = [100 + number, *PROMPT[1:]]
     return request(deployment_of(checkpoint), prompt, max_tokens=4, logprobs=2)
+
+
+def told_by_stats(counts: TierCounts) -> dict[str, Any]:
+    """The answer of /stats of a server whose tier has reported these counts."""
+    config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, kv_offload_gib=GIB)
+    metrics = Metrics(MetricFactory(), (64, 256), config, ())
+    metrics.tiered(counts)
+    found: dict[str, Any] = read_stats(metrics).model_dump(mode="json")
+    return found
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -73,6 +85,11 @@ def test_evicted_prefixes_come_back_with_the_same_bits(
     assert found.memory["read"] >= (6 * NUM_PAGES if not is_held else NUM_PAGES)
     assert stream.num_waits >= NUM_PAGES
     assert found.num_memory_bytes == 3 * NUM_PAGES * server.tier._memory.num_bytes
+    assert told_by_stats(found)["kv_offload"] == {
+        "bytes": found.num_memory_bytes,
+        "pages_read": found.memory["read"],
+        "pages_evicted": 0,
+    }
 
 
 def test_answers_under_load_have_the_same_bits(

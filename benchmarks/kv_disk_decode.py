@@ -1,0 +1,246 @@
+"""The cost of write-behind while a model decodes: `python -m benchmarks.kv_disk_decode MODEL`.
+
+Two servers differ by a fifth for reasons of their own, such as where their memory lies. So there is
+one engine in one process. Its tier is taken out and put back between windows. A window decodes a
+few sequences for some steps, whose full pages are copied, checked and written meanwhile.
+
+A round has six windows: with, without, control, control, without, with. So a drift of the machine's
+speed cancels. `control` is one more `without`: its ratio is what the method shows of no cost at
+all. Each ratio is of one round. The interval holds the median of all rounds with 95 %, by order
+statistics.
+
+Clocks follow whatever else runs on the machine. So there is also the processor time of the thread
+that computes, with its copies of pages, and that of the thread that writes.
+"""
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.engine.build_engine import build_engine
+from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.request import Request, SamplingParams
+
+_PAGE = 64
+_PROMPT = 96  # tokens of the first sequence; each further one has a few more
+_LONGER = 7
+_WARM_STEPS = 8  # in which the pages of prompts are copied
+_FIRST_ID, _LAST_ID = 16, 2000  # below the special tokens of most models
+_SEED = 11
+_ROUND = ("with", "without", "control", "control", "without", "with")
+_WRITER = "kv-disk-writer"
+
+
+class Window(NamedTuple):
+    """What some windows of decoding took."""
+
+    seconds: float
+    thread_s: float  # processor time of the thread that computes
+    writer_s: float  # and of the one that writes
+    num_written: int  # pages
+
+
+class _Written(Observer):
+    """Counts pages."""
+
+    def __init__(self) -> None:
+        self.num = self.num_dropped = 0
+
+    def tiered(self, counts: TierCounts) -> None:
+        """Add a report."""
+        self.num += counts.pages["written"]
+        self.num_dropped += counts.pages["dropped"]
+
+
+class Decoding:
+    """An engine whose tier can be taken out, stepped by this thread."""
+
+    def __init__(self, model: Path, folder: Path, num_seqs: int, num_steps: int) -> None:
+        """Load a model, and open the folder."""
+        checkpoint = load_checkpoint(model, device="cpu")
+        most = _PROMPT + num_seqs * _LONGER + _WARM_STEPS + num_steps + 2
+        room = -(-most // _PAGE) * _PAGE
+        config = EngineConfig(
+            kv_cache_tokens=2 * num_seqs * room, max_model_len=room, page_size=_PAGE,
+            max_num_seqs=num_seqs, max_draft_tokens=0, kv_disk=folder, kv_disk_gib=16.0,
+        )  # fmt: skip
+        self._deployment = make_deployment("m", checkpoint.native, DeploymentOptions())
+        self._tokenizer = checkpoint.tokenizer
+        self._num_seqs, self._num_steps = num_seqs, num_steps
+        self.written = _Written()
+        engine: Any = build_engine(checkpoint, config, self.written)
+        self._core: Any = engine._core  # noqa: SLF001  # its steps are timed one by one
+        self._tier: Any = self._core._tier  # noqa: SLF001
+        self._core.start_tier(lambda: None)
+        while self._tier._writer.store is None:  # noqa: SLF001  # it hashes the weights
+            time.sleep(0.01)
+        self.page_bytes: int = self._tier._writer.store.form.file_bytes  # noqa: SLF001
+
+    def window(self, name: str, *, has_tier: bool) -> Window:
+        """Decode answers to prompts that follow the name."""
+        core = self._core
+        core._tier = core.scheduler.pages.tier = self._tier if has_tier else None  # noqa: SLF001
+        self._add(name)
+        while core.scheduler.waiting or not all(each.is_decoding for each in self._running):
+            core.step()
+        for _ in range(_WARM_STEPS):
+            core.step()
+        self._wait_for_writer()
+        num_before, writer_before = self.written.num, _thread_s(_thread_id(_WRITER))
+        began, began_thread = time.perf_counter(), time.thread_time()
+        for _ in range(self._num_steps):
+            num_done = core.step()
+            assert num_done == self._num_seqs, "a step without some of the sequences"
+        seconds, thread_s = time.perf_counter() - began, time.thread_time() - began_thread
+        for each in self._running:
+            core.abort(each.request.request_id)
+        core.step()  # copies what is left, if there is anything
+        self._wait_for_writer()
+        writer_s = _thread_s(_thread_id(_WRITER)) - writer_before
+        return Window(seconds, thread_s, writer_s, self.written.num - num_before)
+
+    @property
+    def _running(self) -> list[Any]:
+        return list(self._core.scheduler.running)
+
+    def _add(self, name: str) -> None:
+        draw = random.Random(f"{_SEED} {name}")  # noqa: S311
+        num_new = self._num_steps + _WARM_STEPS + 2
+        sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+        for number in range(self._num_seqs):
+            length = _PROMPT + _LONGER * number
+            prompt = tuple(draw.choices(range(_FIRST_ID, _LAST_ID), k=length))
+            placement = self._deployment.place(RopeRequest(), length, num_new)
+            request = Request(f"{name} {number}", prompt, sampling, placement)
+            self._core.add(RequestState.of(request, self._tokenizer, frozenset(), _ignore))
+
+    def _wait_for_writer(self) -> None:
+        while not self._tier._writer._queue.empty():  # noqa: SLF001
+            time.sleep(0.005)
+        time.sleep(0.05)  # the page that it has taken out of the queue
+        self._core._step_tier()  # noqa: SLF001  # adds up what has been written
+
+
+def _ignore(_: object) -> None:
+    """Take an output."""
+
+
+def main() -> None:
+    """Measure, and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
+    parser.add_argument("--core", type=int, help="of the threads that compute; default: any")
+    parser.add_argument("--writer-core", type=int, help="of the thread that writes; default: any")
+    parser.add_argument("--sequences", type=int, default=1, help="decoded at once")
+    parser.add_argument("--steps", type=int, default=128, help="of a window")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
+    parsed = parser.parse_args()
+    if parsed.rounds < 6:
+        parser.error("--rounds must be at least 6, for an interval with 95 %")
+    torch.set_num_threads(parsed.threads)
+    if parsed.core is not None:
+        os.sched_setaffinity(0, {parsed.core})
+    with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
+        decoding = Decoding(parsed.model, Path(name) / "kv", parsed.sequences, parsed.steps)
+        if parsed.writer_core is not None:
+            os.sched_setaffinity(_thread_id(_WRITER), {parsed.writer_core})
+        for each in ("with", "without"):  # compilations, first touches of memory
+            decoding.window(f"warm {each}", has_tier=each == "with")
+        rounds = [measure(decoding, number) for number in range(parsed.rounds)]
+        if decoding.written.num_dropped:
+            sys.exit(f"{decoding.written.num_dropped} pages were dropped")
+        for line in report(rounds, parsed.sequences * parsed.steps * 2, decoding.page_bytes):
+            sys.stdout.write(line + "\n")
+
+
+def measure(decoding: Decoding, number: int) -> dict[str, Window]:
+    """Return the sums of each way's windows in one round."""
+    found: dict[str, list[Window]] = {}
+    for at, way in enumerate(_ROUND):
+        window = decoding.window(f"{number} {at}", has_tier=way == "with")
+        found.setdefault(way, []).append(window)
+    return {way: Window(*map(sum, zip(*each, strict=True))) for way, each in found.items()}
+
+
+def report(rounds: Sequence[dict[str, Window]], num_tokens: int, page_bytes: int) -> list[str]:
+    """Return the lines of the tables; `num_tokens`: of one way in a round."""
+    lines = [
+        f"| {len(rounds)} rounds of {num_tokens:,} tokens each | without | with "
+        "| with / without: median, interval | control / without |",
+        "|---|---:|---:|---|---|",
+    ]
+    for title in ("tokens/s", "processor time of a token, ms"):
+        values = {
+            way: [
+                num_tokens / each[way].seconds
+                if title == "tokens/s"
+                else 1e3 * each[way].thread_s / num_tokens
+                for each in rounds
+            ]
+            for way in _ROUND
+        }
+        ratios = [_interval(values[way], values["without"]) for way in ("with", "control")]
+        middle = [f"{statistics.median(values[way]):.2f}" for way in ("without", "with")]
+        lines.append(f"| {' | '.join([title, *middle, *ratios])} |")
+    on = Window(*map(sum, zip(*(each["with"] for each in rounds), strict=True)))
+    rate = on.num_written * page_bytes / on.seconds / 1e6
+    each_ms = 1e3 * on.writer_s / max(1, on.num_written)
+    lines += [
+        "",
+        f"{on.num_written} pages of {page_bytes / 1e6:.2f} MB were written, {rate:.1f} MB/s. "
+        f"The writer took {each_ms:.2f} ms of a processor for each.",
+    ]
+    return lines
+
+
+def _interval(mine: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median of the ratios in pairs, and an interval that holds it with 95 %."""
+    ratios = sorted(one / other for one, other in zip(mine, others, strict=True))
+    low = interval_rank(len(ratios))
+    ends = f"{ratios[low]:.4f} to {ratios[-1 - low]:.4f}"
+    return f"{statistics.median(ratios):.4f}, {ends}"
+
+
+def interval_rank(num: int) -> int:
+    """Return the place from each end, among sorted values, between which their median lies.
+
+    The chance that it lies outside is 5 % at most: a value is below the median as a coin falls.
+    """
+    outside, rank = 0.0, 0
+    while (outside := outside + math.comb(num, rank) / 2**num) <= 0.025:
+        rank += 1
+    return rank - 1
+
+
+def _thread_id(name: str) -> int:
+    (found,) = [each.native_id for each in threading.enumerate() if each.name == name]
+    assert found is not None
+    return found
+
+
+def _thread_s(thread: int) -> float:
+    """Return the seconds that a thread of this process has computed. On Linux."""
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+if __name__ == "__main__":
+    main()
