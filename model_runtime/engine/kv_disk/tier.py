@@ -74,11 +74,15 @@ class DiskTier:
 
     def start(self, pages: SequencePages, wake: Callable[[], None]) -> None:
         """Serve the owner of the cache's pages; the threads call `wake` when there is news."""
+        self.serve(pages)
+        self._writer.start(wake)
+        self._reader.start(wake)
+
+    def serve(self, pages: SequencePages) -> None:
+        """Be the tier of the owner of the cache's pages, without threads."""
         self._pages = pages
         self._elsewhere = Elsewhere(pages.page_size)
         pages.tier = self
-        self._writer.start(wake)
-        self._reader.start(wake)
 
     @property
     def num_awaited(self) -> int:

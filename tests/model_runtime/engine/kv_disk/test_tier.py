@@ -39,8 +39,7 @@ class Bench:
             used=lambda _: None,
         )
         self.tier = DiskTier(memory, writer, reader, counting)
-        self.tier._pages = self.scheduler.pages
-        self.scheduler.pages.tier = self.tier
+        self.tier.serve(self.scheduler.pages)
 
     def add(self, num_tokens: int, salt: str = "", priority: int = 0) -> Sequence:
         """Queue a prompt."""
