@@ -1,13 +1,13 @@
 """The cost of write-behind while a model decodes: `python -m benchmarks.kv_disk_decode MODEL`.
 
 Two servers differ by a fifth for reasons of their own, such as where their memory lies. So there is
-one engine in one process. Its tier is taken out and put back between windows. A window decodes a
-few sequences for some steps, whose full pages are copied, checked and written meanwhile.
+one engine in one process. Its tier is taken out and put back while a few sequences decode. A window
+is so many steps that each sequence fills a page, which is copied, checked and written meanwhile.
 
 A round has six windows: with, without, control, control, without, with. So a drift of the machine's
-speed cancels. `control` is one more `without`: its ratio is what the method shows of no cost at
-all. Each ratio is of one round. The interval holds the median of all rounds with 95 %, by order
-statistics.
+speed and of the contexts' length cancels. `control` is one more `without`: its ratio is what the
+method shows of no cost at all. Each ratio is of one round. The interval holds the median of all
+rounds with 95 %, by order statistics.
 
 Clocks follow whatever else runs on the machine. So there is also the processor time of the thread
 that computes, with its copies of pages, and that of the thread that writes.
@@ -44,6 +44,7 @@ _LONGER = 7
 _WARM_STEPS = 8  # in which the pages of prompts are copied
 _FIRST_ID, _LAST_ID = 16, 2000  # below the special tokens of most models
 _SEED = 11
+_ROUNDS_OF_ANSWER = 2  # that the same sequences decode
 _ROUND = ("with", "without", "control", "control", "without", "with")
 _WRITER = "kv-disk-writer"
 
@@ -72,10 +73,11 @@ class _Written(Observer):
 class Decoding:
     """An engine whose tier can be taken out, stepped by this thread."""
 
-    def __init__(self, model: Path, folder: Path, num_seqs: int, num_steps: int) -> None:
+    def __init__(self, model: Path, folder: Path, num_seqs: int) -> None:
         """Load a model, and open the folder."""
         checkpoint = load_checkpoint(model, device="cpu")
-        most = _PROMPT + num_seqs * _LONGER + _WARM_STEPS + num_steps + 2
+        self._num_new = _ROUNDS_OF_ANSWER * len(_ROUND) * _PAGE + _WARM_STEPS + 2
+        most = _PROMPT + num_seqs * _LONGER + self._num_new
         room = -(-most // _PAGE) * _PAGE
         config = EngineConfig(
             kv_cache_tokens=2 * num_seqs * room, max_model_len=room, page_size=_PAGE,
@@ -83,7 +85,7 @@ class Decoding:
         )  # fmt: skip
         self._deployment = make_deployment("m", checkpoint.native, DeploymentOptions())
         self._tokenizer = checkpoint.tokenizer
-        self._num_seqs, self._num_steps = num_seqs, num_steps
+        self._num_seqs = num_seqs
         self.written = _Written()
         engine: Any = build_engine(checkpoint, config, self.written)
         self._core: Any = engine._core  # noqa: SLF001  # its steps are timed one by one
@@ -93,25 +95,32 @@ class Decoding:
             time.sleep(0.01)
         self.page_bytes: int = self._tier._writer.store.form.file_bytes  # noqa: SLF001
 
-    def window(self, name: str, *, has_tier: bool) -> Window:
-        """Decode answers to prompts that follow the name."""
+    def begin(self, name: str) -> None:
+        """Begin answers to prompts that follow the name, in place of those so far."""
         core = self._core
-        core._tier = core.scheduler.pages.tier = self._tier if has_tier else None  # noqa: SLF001
+        for each in self._running:
+            core.abort(each.request.request_id)
         self._add(name)
         while core.scheduler.waiting or not all(each.is_decoding for each in self._running):
             core.step()
         for _ in range(_WARM_STEPS):
             core.step()
+
+    def end(self) -> None:
+        """End the threads of the tier."""
+        self._tier.close(5.0)
+
+    def window(self, *, has_tier: bool) -> Window:
+        """Decode a page of each sequence."""
+        core = self._core
+        core._tier = core.scheduler.pages.tier = self._tier if has_tier else None  # noqa: SLF001
         self._wait_for_writer()
         num_before, writer_before = self.written.num, _thread_s(_thread_id(_WRITER))
         began, began_thread = time.perf_counter(), time.thread_time()
-        for _ in range(self._num_steps):
+        for _ in range(_PAGE):
             num_done = core.step()
             assert num_done == self._num_seqs, "a step without some of the sequences"
         seconds, thread_s = time.perf_counter() - began, time.thread_time() - began_thread
-        for each in self._running:
-            core.abort(each.request.request_id)
-        core.step()  # copies what is left, if there is anything
         self._wait_for_writer()
         writer_s = _thread_s(_thread_id(_WRITER)) - writer_before
         return Window(seconds, thread_s, writer_s, self.written.num - num_before)
@@ -122,12 +131,11 @@ class Decoding:
 
     def _add(self, name: str) -> None:
         draw = random.Random(f"{_SEED} {name}")  # noqa: S311
-        num_new = self._num_steps + _WARM_STEPS + 2
-        sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=self._num_new, temperature=0.0, ignore_eos=True)
         for number in range(self._num_seqs):
             length = _PROMPT + _LONGER * number
             prompt = tuple(draw.choices(range(_FIRST_ID, _LAST_ID), k=length))
-            placement = self._deployment.place(RopeRequest(), length, num_new)
+            placement = self._deployment.place(RopeRequest(), length, self._num_new)
             request = Request(f"{name} {number}", prompt, sampling, placement)
             self._core.add(RequestState.of(request, self._tokenizer, frozenset(), _ignore))
 
@@ -150,8 +158,7 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="of the threads that compute; default: any")
     parser.add_argument("--writer-core", type=int, help="of the thread that writes; default: any")
     parser.add_argument("--sequences", type=int, default=1, help="decoded at once")
-    parser.add_argument("--steps", type=int, default=128, help="of a window")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parsed = parser.parse_args()
     if parsed.rounds < 6:
@@ -160,24 +167,30 @@ def main() -> None:
     if parsed.core is not None:
         os.sched_setaffinity(0, {parsed.core})
     with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
-        decoding = Decoding(parsed.model, Path(name) / "kv", parsed.sequences, parsed.steps)
+        decoding = Decoding(parsed.model, Path(name) / "kv", parsed.sequences)
         if parsed.writer_core is not None:
             os.sched_setaffinity(_thread_id(_WRITER), {parsed.writer_core})
-        for each in ("with", "without"):  # compilations, first touches of memory
-            decoding.window(f"warm {each}", has_tier=each == "with")
-        rounds = [measure(decoding, number) for number in range(parsed.rounds)]
+        decoding.begin("warm")  # compilations, first touches of memory
+        for _ in range(_ROUNDS_OF_ANSWER):
+            measure(decoding)
+        rounds = []
+        for number in range(parsed.rounds):
+            if number % _ROUNDS_OF_ANSWER == 0:
+                decoding.begin(f"round {number}")
+            rounds.append(measure(decoding))
+        decoding.end()
         if decoding.written.num_dropped:
             sys.exit(f"{decoding.written.num_dropped} pages were dropped")
-        for line in report(rounds, parsed.sequences * parsed.steps * 2, decoding.page_bytes):
+        num_tokens = parsed.sequences * _PAGE * _ROUND.count("with")
+        for line in report(rounds, num_tokens, decoding.page_bytes):
             sys.stdout.write(line + "\n")
 
 
-def measure(decoding: Decoding, number: int) -> dict[str, Window]:
+def measure(decoding: Decoding) -> dict[str, Window]:
     """Return the sums of each way's windows in one round."""
     found: dict[str, list[Window]] = {}
-    for at, way in enumerate(_ROUND):
-        window = decoding.window(f"{number} {at}", has_tier=way == "with")
-        found.setdefault(way, []).append(window)
+    for way in _ROUND:
+        found.setdefault(way, []).append(decoding.window(has_tier=way == "with"))
     return {way: Window(*map(sum, zip(*each, strict=True))) for way, each in found.items()}
 
 
