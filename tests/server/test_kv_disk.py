@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -48,7 +49,7 @@ def ask(url: str, prompt: list[int], **options: Any) -> tuple[Any, int]:
 
 def metrics(url: str) -> dict[str, float]:
     """The tier's samples by name and label."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
     return {
         line.rpartition(" ")[0].removeprefix("ropewalk_kv_disk_"): float(line.rpartition(" ")[2])
         for line in lines
@@ -324,6 +325,7 @@ def test_kills_under_mixed_load_cost_no_answer_and_no_bit(server: Server, tmp_pa
     prompts = [[draw.randrange(2000) for _ in range(draw.randrange(70, 700))] for _ in range(24)]
     load = Load(prompts, [ask(server.url, each)[0] for each in prompts], seed=11)
     most = num_kills = 0
+    told: Counter[str] = Counter()  # of all servers; a Counter adds floats, too
     logs: list[list[str]] = []
     stacks: list[ExitStack] = [ExitStack(), ExitStack()]
 
@@ -342,11 +344,14 @@ def test_kills_under_mixed_load_cost_no_answer_and_no_bit(server: Server, tmp_pa
         for each in clients:
             each.start()
         ends = time.monotonic() + SECONDS
-        while time.monotonic() < ends:
+        # On a busy machine, a start takes long. The load goes on until enough has happened.
+        while time.monotonic() < ends or num_kills < 4 or load.num_served < 100 or not load.num_cut:
+            assert load.wrong == []
             lives = time.monotonic() + draw.uniform(0.5, 4)
             while time.monotonic() < lives:
                 most = max(most, folder_bytes(folder))
             place = draw.randrange(2)
+            told.update(metrics(started[place].url))
             load.killed.add(started[place].url)
             os.kill(started[place].pid, signal.SIGKILL)
             load.urls = [each.url for each in started.values() if each.url not in load.killed]
@@ -356,18 +361,18 @@ def test_kills_under_mixed_load_cost_no_answer_and_no_bit(server: Server, tmp_pa
         load.is_over.set()
         for each in clients:
             each.join()
-        told = [metrics(each.url) for each in started.values()]
+        for each in started.values():
+            told.update(metrics(each.url))
     finally:
         load.is_over.set()
         for each in stacks:
             each.close()
+    pages = {event: told[f'pages_total{{event="{event}"}}'] for event in ("read", "evicted")}
     say(f"{load.num_served} answers, {num_kills} kills, {load.num_cut} cut, {most} bytes at most")
+    say(f"{pages['read']:.0f} pages read, {pages['evicted']:.0f} evicted")
     assert load.wrong == []
     assert most <= 34 * PAGE_BYTES
-    assert load.num_served > SECONDS
-    assert load.num_cut > 0
-    assert num_kills > SECONDS / 30
-    assert sum(each['pages_total{event="read"}'] for each in told) > 0
-    bad = {name: value for each in told for name, value in each.items() if "bad" in name}
+    assert min(pages.values()) > 0
+    bad = {name: value for name, value in told.items() if "bad" in name}
     assert not any(value for name, value in bad.items() if "slow" not in name)
     assert not [line for log in logs for line in log if "Traceback" in line]
