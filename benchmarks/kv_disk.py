@@ -4,12 +4,14 @@ Servers are started one after the other, so every row of the first table is afte
 prompt is random tokens. `off` computes it without the disk, `written` computes it and writes its
 pages. `disk` reads them after the system was asked to drop the files from its memory, and `memory`
 while they are in it. Names may be repeated, so `written,disk,memory,disk,memory` computes once and
-reads four times. Beside the time there is the processor time of the server's busiest thread.
+reads four times. `--keep PATH` keeps the pages for a later run with `--starts disk,memory`. Beside
+the time there is the processor time of the server's busiest thread.
 
-The other tables ask a server with the disk and one without in turns. Times follow whatever else
-runs on the machine. So there is also the processor time of the busiest thread of each server, which
-computes. Checksums and writes are on another thread. The second table has the first token of new
-prompts, whose pages are written meanwhile. The third decodes.
+The other table asks a server with the disk and one without in turns for the first token of new
+prompts, whose pages are written meanwhile. Times follow whatever else runs on the machine. So there
+is also the processor time of the busiest thread of each server, which computes. Checksums and
+writes are on another thread. `benchmarks.kv_disk_decode` has the cost of writes while a model
+decodes, which is smaller than the difference of two servers.
 """
 
 import argparse
@@ -46,21 +48,19 @@ class Served(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The times and counts of one answer."""
+    """The times of one answer."""
 
-    rate_or_s: float  # tokens a second after the first as the server timed them, or a time
-    thread_ms: float  # processor time of the busiest thread, of a token or of all
+    seconds: float
+    thread_ms: float  # processor time of the busiest thread
 
 
 def main() -> None:
-    """Measure, and print two tables in Markdown."""
+    """Measure, and print tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="1024,8192", help="tokens of the prompts")
     parser.add_argument("--starts", default=_STARTS, help="rows of the first table; empty: none")
     parser.add_argument("--writes", type=int, default=0, help="pairs of new prompts; 0: no table")
-    parser.add_argument("--rounds", type=int, default=5, help="of decoding; 0: no such table")
-    parser.add_argument("--decoded", type=int, default=256, help="tokens of a decoded answer")
     parser.add_argument(
         "--first",
         choices=("without", "with"),
@@ -68,11 +68,12 @@ def main() -> None:
         help="server of a pair that starts first; the order alone may change rates by a fifth",
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
+    parser.add_argument("--keep", type=Path, help="folder of pages; emptied if they are computed")
     parser.add_argument("--flags", default="", help='of the servers, as "--threads 1"')
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
         serve = [str(parsed.model), *shlex.split(parsed.flags)]
-        folder = Path(name) / "kv"
+        folder = parsed.keep or Path(name) / "kv"
         lengths = [int(each) for each in parsed.lengths.split(",") if each]
         starts = [each for each in parsed.starts.split(",") if each]
         restarted = lengths if starts else []
@@ -83,22 +84,21 @@ def main() -> None:
             _write("|---:|---|---:|---:|---:|---:|")
         for length in restarted:
             measure_restarts(serve, folder, length, starts)
-        if parsed.writes or parsed.rounds:
+        if parsed.writes:
             with ExitStack() as stack:
                 servers = {
                     name: stack.enter_context(server(serve, folder if name == "with" else None))
                     for name in sorted(("without", "with"), key=lambda each: each != parsed.first)
                 }
-                for length in lengths if parsed.writes else ():
+                for length in lengths:
                     measure_writing(servers, length, parsed.writes)
-                if parsed.rounds:
-                    measure_decoding(servers, parsed.rounds, parsed.decoded)
 
 
 def measure_restarts(serve: list[str], folder: Path, length: int, starts: list[str]) -> None:
     """Measure the first token of one prompt after each kind of start."""
     prompt = prompt_of(length)
-    shutil.rmtree(folder, ignore_errors=True)
+    if starts[0] in {"off", "written"}:
+        shutil.rmtree(folder, ignore_errors=True)
     for start in starts:
         if start == "disk":
             drop_from_memory(folder)
@@ -128,17 +128,6 @@ def measure_writing(servers: dict[str, Served], length: int, rounds: int) -> Non
 
     titles = ("first token, s", "processor time, ms")
     compare(servers, rounds, f"{length:,} new tokens", titles, measure)
-
-
-def measure_decoding(servers: dict[str, Served], rounds: int, num_decoded: int) -> None:
-    """Compare the decode rates, of prompts whose pages are cached."""
-
-    def measure(served: Served, draw: random.Random) -> Pair:
-        prompt = draw.choices(range(_FIRST_ID, _LAST_ID), k=200)
-        return decode(served, prompt, num_decoded)
-
-    titles = ("tokens/s", "processor time of a token, ms")
-    compare(servers, rounds, "decode", titles, measure)
 
 
 def compare(
@@ -194,16 +183,6 @@ def first_token(url: str, prompt: list[int]) -> tuple[float, int]:
     answer = _completion(url, {"prompt": prompt, "max_tokens": 1})
     seconds = time.monotonic() - began
     return seconds, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def decode(served: Served, prompt: list[int], num_tokens: int) -> Pair:
-    """Decode an answer to a prompt whose pages are cached."""
-    _completion(served.url, {"prompt": prompt, "max_tokens": 1})
-    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    before = thread_times(served.pid)
-    answer = _completion(served.url, {**body, "timings_per_token": True})
-    spent_ms = busiest_ms(served.pid, before)
-    return Pair(answer["timings"]["predicted_per_second"], spent_ms / num_tokens)
 
 
 def busiest_ms(pid: int, before: dict[str, int]) -> float:

@@ -2,7 +2,8 @@
 
 The rows are those of `python -m benchmarks.kv_disk` for the same file. A prompt is computed, and
 its slot is saved by `POST /slots/0?action=save`. After a restart, a client restores the slot by
-name and sends the prompt again. Both calls count. The prompts are the same tokens.
+name and sends the prompt again. Both calls count. The prompts are the same tokens. `--keep PATH`
+keeps the slot for a later run with `--starts disk,memory`.
 """
 
 import argparse
@@ -32,7 +33,10 @@ def main() -> None:
     parser.add_argument("server", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", default="1024,8192", help="tokens of the prompts")
-    parser.add_argument("--starts", default="off,disk,memory", help="rows of the table, off first")
+    parser.add_argument(
+        "--starts", default="off,disk,memory", help="rows; without a kept slot off is first"
+    )
+    parser.add_argument("--keep", type=Path, help="folder of the slot, which outlives the run")
     parser.add_argument("--flags", default="--threads 2", help="of llama-server")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parsed = parser.parse_args()
@@ -42,12 +46,13 @@ def main() -> None:
     )
     sys.stdout.write("|---:|---|---:|---:|---:|---:|---:|\n")
     sys.stdout.flush()
-    with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
+    with tempfile.TemporaryDirectory(dir=parsed.folder) as temporary:
+        name = parsed.keep or Path(temporary)
         for length in map(int, parsed.lengths.split(",")):
             serve = [str(parsed.server), "--model", str(parsed.model), "--parallel", "1"]
-            serve += ["--slot-save-path", name, "--ctx-size", str(length + 64)]
+            serve += ["--slot-save-path", str(name), "--ctx-size", str(length + 64)]
             starts = parsed.starts.split(",")
-            measure([*serve, *shlex.split(parsed.flags)], Path(name) / _SLOT, length, starts)
+            measure([*serve, *shlex.split(parsed.flags)], name / _SLOT, length, starts)
 
 
 def measure(serve: list[str], slot: Path, length: int, starts: list[str]) -> None:
