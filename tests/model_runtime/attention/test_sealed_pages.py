@@ -143,6 +143,7 @@ def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, l
     assert largest_error(got, laid.expected(distance, **LAYERS[layer])) < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_pages_are_read_without_further_rounding(kind: str) -> None:
     """The open page is bfloat16, and sums are float32."""
