@@ -105,6 +105,7 @@ def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     assert isa[0].endswith(older.isa)
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_embedded_model_says_the_same_on_every_processor(
     engines: EngineFactory, dtype: torch.dtype
