@@ -80,7 +80,7 @@ class Hangups:
     def _say(self, line: str) -> None:
         """Print a line from a thread of its own.
 
-        The signal may have come in the middle of a line of the log. This thread holds its lock then.
+        If the signal came in the middle of a line of the log, then this thread holds its lock.
         """
         threading.Thread(target=self._say_or_lose, args=(line,), daemon=True).start()
 
