@@ -76,7 +76,8 @@ class SealedCache(KVCache):
     def sides(self, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """Return the sizes of a layer's records, as the kernels take them."""
         form = self.form
-        return num_heads, key_dim, value_dim, self.page_size, form.key_bits, form.value_bits
+        bits, groups = (form.key_bits, form.value_bits), form.value_groups(value_dim)
+        return num_heads, key_dim, value_dim, self.page_size, *bits, groups
 
     @cached_property
     def arrays(self) -> dict[int, LayerPages]:  # type: ignore[override]
@@ -94,10 +95,12 @@ class SealedCache(KVCache):
 
     @cached_property
     def addresses_LX(self) -> NDArray[np.int64]:
-        """Return the start addresses of sealed and of open pages by layer order, and both bits."""
-        pairs = [self._pages[index] for index in sorted(self._pages)]
-        bits = self.form.key_bits, self.form.value_bits
-        rows = [[*(each.data_ptr() for each in pair), *bits] for pair in pairs]
+        """Return the addresses of sealed and of open pages by layer order, bits and groups."""
+        form, rows = self.form, []
+        for index in sorted(self._pages):
+            groups = form.value_groups(self._layers[index].value_dim)
+            addresses = (each.data_ptr() for each in self._pages[index])
+            rows.append([*addresses, form.key_bits, form.value_bits, groups])
         return np.array(rows, np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:
