@@ -45,10 +45,14 @@ class Held:
     runner: ModelRunner
     table_id: int
     pages: list[int]  # in shuffled order
+    num_sequences: int = 1  # of a decode step
 
-    def span(self, token_ids: list[int], first: int, num_rows: int) -> Span:
-        end = len(token_ids)
-        return Span(token_ids, first, self.pages, self.table_id, range(end - num_rows, end))
+    def span(self, token_ids: list[int], first: int, num_rows: int, sequence: int = 0) -> Span:
+        each = len(self.pages) // self.num_sequences
+        pages = self.pages[sequence * each : (sequence + 1) * each]
+        rows = range(len(token_ids) - num_rows, len(token_ids))
+        span = Span(token_ids, first, pages, self.table_id, rows)
+        return span._replace(open_page=sequence)
 
     def scored(self, token_ids: list[int], num_rows: int) -> Tensor:
         """Return the logprobs of the last rows, float64 [R, V]."""
@@ -67,20 +71,21 @@ class Held:
             memory[:] = memory[self.pages[0]].copy()
 
     def decode(self, context: int) -> None:
-        self.runner.run([self.span([9], context - 1, 1)])
+        every = range(self.num_sequences)
+        self.runner.run([self.span([9], context - 1, 1, sequence) for sequence in every])
 
 
-def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
-    """Build a cache in a format over a loaded model."""
+def held(checkpoint: Checkpoint, kind: str, num_tokens: int, num_sequences: int = 1) -> Held:
+    """Build a cache in a format over a loaded model; each sequence has the tokens."""
     config = EngineConfig(
-        kv_cache_tokens=num_tokens, max_model_len=num_tokens, page_size=_PAGE, kv_cache_dtype=kind,
-        max_num_seqs=1,
+        kv_cache_tokens=num_tokens * num_sequences, max_model_len=num_tokens, page_size=_PAGE,
+        kv_cache_dtype=kind, max_num_seqs=num_sequences,
     )  # fmt: skip
     runner = build_runner(checkpoint, config)
     native = checkpoint.native
     table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
     order = np.random.default_rng(0).permutation(config.num_pages)
-    return Held(runner, table_id, order.tolist())
+    return Held(runner, table_id, order.tolist(), num_sequences)
 
 
 def quality(

@@ -196,6 +196,7 @@ def make_service(
         vocab_size=served.vocab_size,
         sampling_defaults=served.sampling_defaults,
         max_len=served.plan.config.max_model_len,
+        cache_bytes=served.plan.parts_bytes,
         chat_template=chat_template,
         chat_formats=chat_formats,
         key_ring=ring,
@@ -227,7 +228,9 @@ def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplat
 
 def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
     """Build the metrics; with `put` they also report the end of each answer."""
-    parts = (factory, plan.context_bounds, plan.config, rejection_reasons())
+    parts = (
+        factory, plan.context_bounds, plan.config, rejection_reasons(), plan.parts_bytes
+    )  # fmt: skip
     return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 

@@ -65,7 +65,7 @@ class _Float32:
 
 @pytest.mark.parametrize(
     ("kind", "num_bytes", "least_ratio"),
-    [("int8", 12_240, 3.6), ("k8v4", 9_360, 4.7), ("int4", 6_480, 6.5)],
+    [("int8", 12_240, 3.6), ("k8v4", 9_720, 4.5), ("int4", 6_480, 6.5)],
 )
 def test_a_gib_holds_more_tokens(
     embedded: Checkpoint, kind: str, num_bytes: int, least_ratio: float
@@ -78,6 +78,8 @@ def test_a_gib_holds_more_tokens(
     assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
+    assert sum(few.parts_bytes.values()) == few.cache_bytes
+    assert list(few.parts_bytes) == ["pages", "open", "stage"]
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith(
