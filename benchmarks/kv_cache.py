@@ -8,7 +8,11 @@ thread, and take turns. A time is the processor time of the thread.
 Shapes: R = scored rows, V = vocabulary.
 """
 
+import ctypes
+import os
+import resource
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +141,33 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
             )
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process that is in use, on Linux."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None:
+    """Print by how much a full cache makes a process grow, beside the bytes that it counts."""
+    click.echo("\n| format | MiB counted | MiB resident | more |\n|---|---:|---:|---:|")
+    for kind in (EXACT, *kinds):
+        sys.stdout.flush()
+        if child := os.fork():  # so that no cache takes memory that another one has left
+            os.waitpid(child, 0)
+            continue
+        held(checkpoint, kind, 2 * _PAGE).fill()  # compiles, and makes the memory of a step
+        ctypes.CDLL(None).malloc_trim(0)  # free memory that a load has left
+        before = resident_bytes()
+        cache = held(checkpoint, kind, num_tokens)
+        cache.fill()
+        counted, found = cache.runner.store.num_bytes, resident_bytes() - before
+        click.echo(
+            f"| {kind} | {counted / 2**20:.1f} | {found / 2**20:.1f} | {found / counted - 1:+.1%} |"
+        )
+        sys.stdout.flush()
+        os._exit(0)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--formats", default=",".join((ROUNDED, *FORMATS)), show_default=True)
@@ -147,9 +178,17 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
 )
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
 @click.option("--rounds", default=10, show_default=True)
+@click.option("--resident", default=0, help="Tokens of full caches whose memory is told.")
 @torch.inference_mode()
 def main(  # noqa: PLR0917
-    model: Path, formats: str, tokens: int, rows: int, ids: Path | None, contexts: str, rounds: int
+    model: Path,
+    formats: str,
+    tokens: int,
+    rows: int,
+    ids: Path | None,
+    contexts: str,
+    rounds: int,
+    resident: int,
 ) -> None:
     """Measure a folder or GGUF file on a CPU."""
     torch.set_num_threads(1)
@@ -160,6 +199,8 @@ def main(  # noqa: PLR0917
     lengths = [int(each) for each in contexts.split(",") if int(each)]
     if lengths:
         rates(checkpoint, kinds, lengths, rounds)
+    if resident:
+        residents(checkpoint, kinds, resident)
 
 
 if __name__ == "__main__":

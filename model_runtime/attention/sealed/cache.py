@@ -18,6 +18,7 @@ from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
+from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 
@@ -38,9 +39,14 @@ class SealedCache(KVCache):
         form: PageFormat,
         num_open: int,
         groups: PageGroups | None = None,
+        has_kernels: bool = True,
     ) -> None:
-        """Allocate the pages. Raises ModelError if a layer has no such pages."""
+        """Allocate the pages. Raises ModelError if a layer has no such pages.
+
+        `has_kernels`: whether the compiled kernels read and write them.
+        """
         form.check(layers)
+        self._has_kernels = has_kernels
         self.row_keys = False
         self.form = form
         self._layers = layers
@@ -63,6 +69,8 @@ class SealedCache(KVCache):
 
     def own_backend(self) -> Any:
         """Return the backend of sealed pages."""
+        if not self._has_kernels:
+            return SealedTorchAttention
         from ropewalk.model_runtime.attention.sealed.cpu_backend import (  # noqa: PLC0415  # numba
             SealedCpuAttention,
         )

@@ -14,6 +14,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests.oracles import position_oracle as oracle
@@ -63,7 +64,7 @@ class Laid(PlacedReads):
         """The positions of a sequence from `first` up to `end`."""
         return self.spans[index]._replace(token_ids=[0] * (end - first), first_position=first)
 
-    backend = SealedCpuAttention
+    backend: type[SealedCpuAttention | SealedTorchAttention] = SealedCpuAttention
 
     def step(self, spans: list[Span], query: Tensor | None = None, **options: Any) -> Tensor:
         """Write the keys and values of a step, and return its attention."""
@@ -145,6 +146,28 @@ def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, l
     laid = Laid(kind, method, share=share, logn_len=16 if layer == "plain" else None)
     got = laid.run(**LAYERS[layer])
     assert largest_error(got, laid.expected(distance, **LAYERS[layer])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("int8", "rerope"), ("k8v4", "sinks"), ("int4", "dual_chunk")]
+)
+def test_the_reference_reads_and_seals_like_the_kernels(kind: str, name: str) -> None:
+    """It serves processors on which no kernel compiles. Records are equal to the bit."""
+    method, distance = METHODS[name]
+    found = []
+    for backend in (SealedCpuAttention, SealedTorchAttention):
+        torch.manual_seed(3)
+        laid = Laid(kind, method, share=0.5)
+        laid.backend = backend
+        got = laid.run(**LAYERS["all"])
+        assert largest_error(got, laid.expected(distance, **LAYERS["all"])) < 1e-5
+        size = FORMS[kind].parameter_bytes(Shape(), PAGE)[1]
+        full = [
+            span.pages[: (context - 1) // PAGE]
+            for (context, _), span in zip(laid.contexts, laid.spans, strict=True)
+        ]
+        found.append([laid.store.pages(0)[0][pages, :, :size] for pages in full])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kind", BITS)
