@@ -9,7 +9,6 @@ offsets in a page, L = numbers of a row. Rows C are channels of keys, or groups 
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,11 +64,11 @@ class SealedTorchAttention(TorchAttention):
 
     def _exact(self, exact_XKE: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Return the keys [X, K, D, O] and values [X, K, O, V] of exact pages, as views."""
-        page_size = self._own.store.page_size
-        keys_at = dim * page_size
+        page_size, heads = self._own.store.page_size, exact_XKE.shape[:2]
+        keys_at, value_dim = dim * page_size, exact_XKE.shape[2] // page_size - dim
         return (
-            exact_XKE[:, :, :keys_at].unflatten(2, (dim, page_size)),
-            exact_XKE[:, :, keys_at:].unflatten(2, (page_size, -1)),
+            exact_XKE[:, :, :keys_at].view(*heads, dim, page_size),
+            exact_XKE[:, :, keys_at:].view(*heads, page_size, value_dim),
         )
 
     def _sequence(self, read: LayerRead, index: int, place: Place) -> Tensor:
@@ -113,7 +112,7 @@ def record(numbers_E: NDArray[np.float32], sides: tuple[int, ...]) -> bytes:
 def _sealed(rows_CL: NDArray[np.float32], bits: int) -> tuple[bytes, bytes, bytes]:
     """Return the codes of rows, their lowest numbers and their steps."""
     most = np.float32(2**bits - 1)
-    is_finite_C = np.isfinite(rows_CL).all(1)
+    is_finite_C = np.asarray(np.isfinite(rows_CL).all(1))
     rows_CL = np.where(is_finite_C[:, None], rows_CL, np.float32(0))
     exact_C = rows_CL.min(1).clip(-_MOST, _MOST)
     low_C = exact_C.astype(np.float16)
@@ -136,11 +135,11 @@ def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     rows = (dim, page_size, key_bits), (page_size * groups, value_dim // groups, value_bits)
     at = sum(num * length * bits // 8 for num, length, bits in rows)
-    found: list[Any] = []
-    codes_at = 0
+    found: list[Tensor] = []
+    codes_at, places = 0, records_NKR.shape[:2]
     for num, length, bits in rows:
         size = num * length * bits // 8
-        code_NKCL = records_NKR[..., codes_at : codes_at + size].unflatten(-1, (num, -1))
+        code_NKCL = records_NKR[..., codes_at : codes_at + size].view(*places, num, -1)
         if bits == _FOUR_BITS:
             code_NKCL = torch.cat((code_NKCL & 15, code_NKCL >> 4), -1)
         halves = records_NKR[..., at : at + 4 * num].contiguous().view(torch.float16).double()
@@ -149,4 +148,4 @@ def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor
         found.append(exact_NKCL.float())  # rounded once
         codes_at, at = codes_at + size, at + 4 * num
     keys_NKDO, values_NKCL = found
-    return keys_NKDO, values_NKCL.flatten(2).unflatten(2, (page_size, value_dim))
+    return keys_NKDO, values_NKCL.view(*places, page_size, value_dim)
