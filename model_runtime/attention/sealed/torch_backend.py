@@ -139,7 +139,7 @@ def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor
     codes_at, places = 0, records_NKR.shape[:2]
     for num, length, bits in rows:
         size = num * length * bits // 8
-        code_NKCL = records_NKR[..., codes_at : codes_at + size].view(*places, num, -1)
+        code_NKCL = records_NKR[..., codes_at : codes_at + size].view(*places, num, size // num)
         if bits == _FOUR_BITS:
             code_NKCL = torch.cat((code_NKCL & 15, code_NKCL >> 4), -1)
         halves = records_NKR[..., at : at + 4 * num].contiguous().view(torch.float16).double()
