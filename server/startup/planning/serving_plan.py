@@ -101,17 +101,6 @@ class ServingPlan:
         return self.open_bytes + self.stage_bytes
 
     @property
-    def parts_bytes(self) -> dict[str, int]:
-        """Return the bytes of the cache by part, of those that there are."""
-        parts = {
-            "pages": self.capacity * self.token_bytes,
-            "open": self.open_bytes,
-            "stage": self.stage_bytes,
-            "states": self.state_bytes,
-        }
-        return {name: size for name, size in parts.items() if size}
-
-    @property
     def state_bytes(self) -> int:
         """Return the size of all slots of states in bytes."""
         return self.config.num_state_slots * self.slot_bytes

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.load_service import cache_parts
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
@@ -79,8 +80,9 @@ def test_a_gib_holds_more_tokens(
     assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
-    assert sum(few.parts_bytes.values()) == few.cache_bytes
-    assert list(few.parts_bytes) == ["pages", "open", "stage"]
+    parts = cache_parts(few)
+    assert list(parts) == ["pages", "open", "stage"]
+    assert sum(parts.values()) == few.cache_bytes
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith(
