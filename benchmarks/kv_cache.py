@@ -52,6 +52,7 @@ class Held:
     num_sequences: int = 1  # of a decode step
 
     def span(self, token_ids: list[int], first: int, num_rows: int, sequence: int = 0) -> Span:
+        """Return tokens of a sequence, of which the last rows have logits."""
         each = len(self.pages) // self.num_sequences
         pages = self.pages[sequence * each : (sequence + 1) * each]
         rows = range(len(token_ids) - num_rows, len(token_ids))
