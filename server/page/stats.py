@@ -25,6 +25,7 @@ _TOTALS = {
 _DISK_PAGES = "ropewalk_kv_disk_pages_total"  # absent without a tier on disk
 _MEMORY_PAGES = "ropewalk_kv_offload_pages_total"  # absent without pages in host memory
 _REQUESTS = "ropewalk_requests_total"
+_CACHE_BYTES = "ropewalk_kv_cache_bytes"
 _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 
 
@@ -88,6 +89,7 @@ class Stats(Body):
     requests_waiting: int
     kv_cache_usage_ratio: float
     kv_cache_tokens: int
+    kv_cache_bytes: int  # pages and all beside them
     kv_disk: DiskStats | None  # None: there is no tier on disk
     kv_offload: OffloadStats | None  # None: no pages are in host memory
     requests: list[RequestStats]  # without those that count zero
@@ -108,6 +110,7 @@ def read_stats(metrics: Metrics) -> Stats:
             if each.value
         ],
         kv_cache_usage_ratio=_only(samples[_CACHE_USAGE]),
+        kv_cache_bytes=sum(int(each.value) for each in samples[_CACHE_BYTES]),
         kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
         kv_offload=_offload(samples) if _MEMORY_PAGES in samples else None,
         **totals,
