@@ -103,7 +103,8 @@ def measure_restarts(serve: list[str], folder: Path, length: int, starts: list[s
         if start == "disk":
             drop_from_memory(folder)
         with server(serve, None if start == "off" else folder) as served:
-            time.sleep(1.0)  # the folder is open soon after the start
+            if start != "off":
+                wait_until_open(served.url)
             before = thread_times(served.pid)
             seconds, num_cached = first_token(served.url, prompt)
             spent_s = busiest_ms(served.pid, before) / 1e3
@@ -175,6 +176,15 @@ def server(serve: list[str], folder: Path | None) -> Iterator[Served]:
     finally:
         process.terminate()
         process.wait(60)
+
+
+def wait_until_open(url: str) -> None:
+    """Wait until a server has looked at its folder; the hash of the weights comes before."""
+    ends = time.monotonic() + _START_S
+    while "\nropewalk_kv_disk_info{" not in httpx.get(f"{url}/metrics", timeout=60).text:
+        if time.monotonic() > ends:
+            raise TimeoutError("the folder is not open")
+        time.sleep(0.05)
 
 
 def first_token(url: str, prompt: list[int]) -> tuple[float, int]:

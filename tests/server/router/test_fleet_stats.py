@@ -89,7 +89,7 @@ def test_host_memory_of_servers_is_added_and_its_size_is_of_now() -> None:
     assert stats_of(plain)["kv_offload"] is None
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64, kv_offload_gib=1.0)
     for number, address in enumerate(ADDRESSES, 1):
-        one = Metrics(MetricFactory(), (64, 256), config, ())
+        one = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
         one.tiered(TierCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
         assert stats_of(one)["kv_offload"] == {
             "pages_read": number,

@@ -51,7 +51,7 @@ def asked(checkpoint: Checkpoint, number: int = 0) -> Request:
 def told_by_stats(counts: TierCounts) -> dict[str, Any]:
     """The answer of /stats of a server whose tier has reported these counts."""
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, kv_offload_gib=GIB)
-    metrics = Metrics(MetricFactory(), (64, 256), config, ())
+    metrics = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
     metrics.tiered(counts)
     found: dict[str, Any] = read_stats(metrics).model_dump(mode="json")
     return found
