@@ -35,13 +35,27 @@ TARGETS = {
             f"model_runtime/scheduling/{name}.py"
             for name in ("scheduler", "prefill", "sequence", "step_*", "read_plan", "held_state")
         ),
-        (_SCHEDULING, f"{_RUNTIME}/engine/test_engine.py", f"{_DISK}/test_host_memory.py"),
+        (
+            *(f"{_SCHEDULING}/test_{name}.py" for name in ("scheduler", "prefill_budget")),
+            f"{_RUNTIME}/engine/test_engine.py",
+            *(f"{_SCHEDULING}/test_{name}.py" for name in ("windows", "kept_pages")),
+            f"{_DISK}/test_host_memory.py",
+        ),
     ),
     "page pool": Target(
         ("model_runtime/scheduling/page_pool.py", "model_runtime/scheduling/sequence_pages.py"),
-        (_SCHEDULING,),
+        tuple(
+            f"{_SCHEDULING}/test_{name}.py"
+            for name in ("page_pool", "scheduler", "windows", "kept_pages", "prefix_cache")
+        ),
     ),
-    "prefix cache": Target(("model_runtime/scheduling/prefix_cache.py",), (_SCHEDULING,)),
+    "prefix cache": Target(
+        ("model_runtime/scheduling/prefix_cache.py",),
+        tuple(
+            f"{_SCHEDULING}/test_{name}.py"
+            for name in ("scheduler", "windows", "prefix_cache", "kept_pages")
+        ),
+    ),
     "windows": Target(
         (
             "model_runtime/page_groups.py",
@@ -56,7 +70,7 @@ TARGETS = {
     ),
     "states": Target(
         ("model_runtime/scheduling/sequence_states.py", "model_runtime/attention/state_store.py"),
-        ("tests/promises/test_states.py", "tests/promises/test_state_drafts.py"),
+        ("tests/server/startup/test_state_slots.py", "tests/promises/test_states.py"),
     ),
     "drafts": Target(
         (
@@ -82,7 +96,16 @@ TARGETS = {
             f"{_API}/test_bad_words.py",
         ),
     ),
-    "rope": Target(("rope/*.py",), ("tests/rope",)),
+    "rope": Target(
+        ("rope/*.py",),
+        tuple(
+            f"tests/rope/test_{name}.py"
+            for name in (
+                *("tiers", "formulas", "from_config", "trained_positions", "angles"),
+                *("transformers_parity", "decay"),
+            )
+        ),
+    ),
     "deployment": Target(("model_runtime/deployments/*.py",), (f"{_RUNTIME}/deployments",)),
     "attention": Target(
         tuple(
@@ -102,7 +125,7 @@ TARGETS = {
         ("model_runtime/layers/packed_*.py", "model_runtime/layers/merged_linear.py"),
         tuple(
             f"{_RUNTIME}/layers/test_{name}.py"
-            for name in ("packed_linear", "packed_product", "merged_linear", "cheaper_layers")
+            for name in ("merged_linear", "cheaper_layers", "packed_linear", "packed_product")
         ),
     ),
     "step": Target(
@@ -150,8 +173,8 @@ TARGETS = {
         tuple(
             f"{_API}/test_{name}.py"
             for name in (
-                *("completions", "bad_input", "deployments", "response_format", "candidates"),
-                *("stream_events", "open_answers", "models"),
+                *("stream_events", "candidates", "completions", "response_format"),
+                *("open_answers", "models"),
             )
         ),
     ),
@@ -160,8 +183,8 @@ TARGETS = {
         tuple(
             f"{_API}/test_{name}.py"
             for name in (
-                *("bad_input", "foreign_fields", "nulls", "several_mistakes", "response_format"),
-                *("completions", "positions", "beyond_trained_length", "prediction"),
+                *("several_mistakes", "nulls", "bad_input", "prediction", "response_format"),
+                *("positions", "foreign_fields"),
             )
         ),
     ),
@@ -190,8 +213,15 @@ TARGETS = {
         ("server/access/allowance.py", "server/access/key*.py"),
         ("tests/server/access/test_allowance.py", "tests/server/access/test_keys.py"),
     ),
-    "studies": Target(
-        ("studies/doctor/*.py", "studies/inspection/*.py"),
-        ("tests/studies/doctor", "tests/studies/inspection"),
+    "doctor": Target(("studies/doctor/*.py",), ("tests/studies/doctor",)),
+    "inspection": Target(
+        ("studies/inspection/*.py",),
+        tuple(
+            f"tests/studies/inspection/test_{name}.py"
+            for name in (
+                *("head_statistics", "report", "quantised_lines", "inspected_attention"),
+                *("seen_distances", "expected_scores"),
+            )
+        ),
     ),
 }
