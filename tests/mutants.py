@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import pytest
 from tests.mutation_targets import ROOT, TARGETS
 
 _MARKS = "not alone and not long and not ray and not real"
+_NOT_RUN = 99  # an exit code that pytest has not
 _TEST_S = 30  # a test that takes longer than this does not end
 # Imported once, before the forks that run the tests.
 _LARGE = ("torch", "numba", "transformers.models.llama.modeling_llama", "fastapi", "openai")
@@ -128,7 +130,10 @@ def _copy(folder: Path) -> None:
             file.unlink()
     for name in listed:
         ours, copied = ROOT / name, folder / name
-        if not ours.exists() or (copied.exists() and ours.read_bytes() == copied.read_bytes()):
+        is_link = ours.is_symlink()  # from ropewalk/ to the folders beside it
+        if not ours.exists() or (is_link and copied.is_symlink()):
+            continue
+        if not is_link and copied.exists() and ours.read_bytes() == copied.read_bytes():
             continue
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ours, copied, follow_symlinks=False)
@@ -155,7 +160,7 @@ class _FirstFailure:
 
 def _become_pytest(folder: Path, tests: Sequence[str], told: Path, out: int) -> None:
     """Run tests in this fork, as a process of its own in the copy, and end."""
-    code = -1
+    code = _NOT_RUN
     try:
         os.setsid()
         os.dup2(out, 1)
@@ -166,17 +171,22 @@ def _become_pytest(folder: Path, tests: Sequence[str], told: Path, out: int) -> 
         sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT)))]
         os.environ |= {"PYTHONPATH": str(folder), "SAMPLE": "drawn", "SAMPLE_SEED": "0"}
         options = ["-x", "-q", "--no-header", "--tb=short", "-m", _MARKS, f"--timeout={_TEST_S}"]
-        plugins = ["-p", "no:randomly", "-p", "no:cacheprovider"]
+        # The parent has imported packages that are pytest's plugins, too.
+        quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        plugins = [*quiet, "-p", "no:randomly", "-p", "no:cacheprovider"]
         code = pytest.main([*options, *plugins, *tests], plugins=[_FirstFailure(told)])
-        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001  # a fork must not go on as the parent
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
 def first_failure(folder: Path, tests: Sequence[str], limit_s: float) -> str | None:
     """Run tests in the copy; return the name of the first that fails, or None.
 
-    Raises TimeoutError if they take longer than the limit, RuntimeError if no test was found.
+    Raises TimeoutError if they take longer than the limit, RuntimeError if they could not be run.
     """
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, tempfile.TemporaryFile() as out:
         told = Path(name) / "told"
@@ -197,9 +207,9 @@ def first_failure(folder: Path, tests: Sequence[str], limit_s: float) -> str | N
         out.seek(0)
         said = out.read().decode(errors="replace")
     code = os.waitstatus_to_exitcode(status)
-    if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
+    if code > 0:
         raise RuntimeError(said)
-    return None if code == 0 else f"exit code {code}: {said.strip().splitlines()[-1:]}"
+    return f"signal {-code}" if code else None
 
 
 class Judge:
@@ -223,7 +233,7 @@ class Judge:
             file.write_text(original)
         if failed is None:
             return "MISSED", ""
-        if failed.startswith("exit code"):
+        if failed.startswith("signal"):
             return "noticed", failed
         if failed not in self._sound and first_failure(self._folder, [failed], self._limit_s):
             return "unclear", f"{failed} fails without the fault, too"
