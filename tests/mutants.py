@@ -8,6 +8,7 @@ a meaning; a person has to look. Not part of any suite, because it takes half an
 
 import argparse
 import ast
+import gc
 import json
 import os
 import random
@@ -34,7 +35,10 @@ _MARKS = "not alone and not long and not ray and not real"
 _NOT_RUN = 99  # an exit code that pytest has not
 _TEST_S = 30  # a test that takes longer than this does not end
 # Imported once, before the forks that run the tests.
-_LARGE = ("torch", "numba", "transformers.models.llama.modeling_llama", "fastapi", "openai")
+_LARGE = (
+    *("torch", "numba", "transformers.models.llama.modeling_llama", "fastapi", "openai"),
+    *("hypothesis.strategies", "structlog", "anyio.pytest_plugin", "xdist.plugin", "httpx"),
+)
 _COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -258,6 +262,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in _LARGE:
         import_module(name)
+    gc.freeze()  # the collections of each fork leave all that alone
     subprocess.run(
         [sys.executable, "-m", "tests.warm_kernels"],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, check=True,

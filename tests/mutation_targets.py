@@ -174,7 +174,7 @@ TARGETS = {
             f"{_API}/test_{name}.py"
             for name in (
                 *("stream_events", "candidates", "completions", "response_format"),
-                *("open_answers", "models"),
+                *("open_answers", "names_and_order", "models"),
             )
         ),
     ),
