@@ -33,7 +33,7 @@ from tests.mutation_targets import ROOT, TARGETS
 
 _MARKS = "not alone and not long and not ray and not real"
 _NOT_RUN = 99  # an exit code that pytest has not
-_TEST_S = 30  # a test that takes longer than this does not end
+_TEST_S = 60  # a test that takes longer than this does not end
 # Imported once, before the forks that run the tests.
 _LARGE = (
     *("torch", "numba", "transformers.models.llama.modeling_llama", "fastapi", "openai"),
@@ -60,9 +60,9 @@ class Mutant:
         """Return the line without the fault."""
         return (ROOT / self.path).read_text().splitlines()[self.line - 1].strip()
 
-    def text(self) -> str:
-        """Return the file's text with the fault, and without comments."""
-        tree = ast.parse((ROOT / self.path).read_text())
+    def text(self, folder: Path = ROOT) -> str:
+        """Return the file's text in a copy with the fault, and without comments."""
+        tree = ast.parse((folder / self.path).read_text())
         for number, _ in enumerate(_changes(tree)):
             if number == self.number:
                 return ast.unparse(ast.fix_missing_locations(tree))
@@ -252,8 +252,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a regular expression of the targets' names")
     parser.add_argument("--seconds", type=float, default=60, help="limit of each mutant's tests")
-    parser.add_argument("--record", type=Path, default=ROOT / "build/mutants.jsonl")
+    parser.add_argument(
+        "--record", type=Path, default=ROOT / "build/mutants.jsonl",
+        help="a file of verdicts; a mutant that has one is not judged again",
+    )  # fmt: skip
     asked = parser.parse_args()
+    lines = asked.record.read_text().splitlines() if asked.record.exists() else []
+    known = {(row["path"], row["number"]): row["verdict"] for row in map(json.loads, lines)}
     mutants = drawn(asked.num, asked.seed, asked.only)
     folder = ROOT / "build/mutants/tree"
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,14 +275,18 @@ def main() -> None:
     judge, count = Judge(folder, asked.seconds), Counter[str]()
     with asked.record.open("a") as record:
         for mutant in mutants:
+            before = known.get((mutant.path, mutant.number), "unclear")
+            if before != "unclear":
+                count[before] += 1
+                continue
             began = time.monotonic()
             tests = TARGETS[mutant.target].tests
-            verdict, by = judge.verdict(mutant.path, mutant.text(), tests)
+            verdict, by = judge.verdict(mutant.path, mutant.text(folder), tests)
             count[verdict] += 1
             row = {
                 "verdict": verdict, "target": mutant.target, "path": mutant.path,
-                "line": mutant.line, "change": mutant.change, "source": mutant.source(),
-                "by": by, "seconds": round(time.monotonic() - began, 1),
+                "line": mutant.line, "number": mutant.number, "change": mutant.change,
+                "source": mutant.source(), "by": by, "seconds": round(time.monotonic() - began, 1),
             }  # fmt: skip
             record.write(json.dumps(row) + "\n")
             record.flush()

@@ -161,7 +161,7 @@ TARGETS = {
         ("model_runtime/formats/gguf/*.py",),
         tuple(
             f"{_RUNTIME}/formats/test_gguf_{name}.py"
-            for name in ("file", "tensors", "tokenizer", "architectures", "rope", "hybrids")
+            for name in ("file", "tensors", "tokenizer", "rope", "architectures", "hybrids")
         ),
     ),
     "quantised safetensors": Target(
