@@ -56,9 +56,9 @@ class Mutant:
     change: str
     number: int
 
-    def source(self) -> str:
+    def source(self, folder: Path = ROOT) -> str:
         """Return the line without the fault."""
-        return (ROOT / self.path).read_text().splitlines()[self.line - 1].strip()
+        return (folder / self.path).read_text().splitlines()[self.line - 1].strip()
 
     def text(self, folder: Path = ROOT) -> str:
         """Return the file's text in a copy with the fault, and without comments."""
@@ -286,7 +286,7 @@ def main() -> None:
             row = {
                 "verdict": verdict, "target": mutant.target, "path": mutant.path,
                 "line": mutant.line, "number": mutant.number, "change": mutant.change,
-                "source": mutant.source(), "by": by, "seconds": round(time.monotonic() - began, 1),
+                "source": mutant.source(folder), "by": by, "seconds": round(time.monotonic() - began, 1),
             }  # fmt: skip
             record.write(json.dumps(row) + "\n")
             record.flush()

@@ -36,7 +36,10 @@ TARGETS = {
             for name in ("scheduler", "prefill", "sequence", "step_*", "read_plan", "held_state")
         ),
         (
-            *(f"{_SCHEDULING}/test_{name}.py" for name in ("scheduler", "prefill_budget")),
+            *(
+                f"{_SCHEDULING}/test_{name}.py"
+                for name in ("sequence", "scheduler", "prefill_budget")
+            ),
             f"{_RUNTIME}/engine/test_engine.py",
             *(f"{_SCHEDULING}/test_{name}.py" for name in ("windows", "kept_pages")),
             f"{_DISK}/test_host_memory.py",
