@@ -120,7 +120,7 @@ class _Watched(Metrics):
     """The server's metrics, which also keep the parts of each step."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(MetricFactory(), _CONTEXT_BOUNDS, config, ())
+        super().__init__(MetricFactory(), _CONTEXT_BOUNDS, config, (), {})
         self.parts: list[Mapping[Any, float]] = []
 
     def timed(self, seconds: Mapping[Any, float]) -> None:

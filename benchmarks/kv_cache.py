@@ -8,7 +8,11 @@ thread, and take turns. A time is the processor time of the thread.
 Shapes: R = scored rows, V = vocabulary.
 """
 
+import ctypes
+import os
+import resource
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +49,15 @@ class Held:
     runner: ModelRunner
     table_id: int
     pages: list[int]  # in shuffled order
+    num_sequences: int = 1  # of a decode step
 
-    def span(self, token_ids: list[int], first: int, num_rows: int) -> Span:
-        end = len(token_ids)
-        return Span(token_ids, first, self.pages, self.table_id, range(end - num_rows, end))
+    def span(self, token_ids: list[int], first: int, num_rows: int, sequence: int = 0) -> Span:
+        """Return tokens of a sequence, of which the last rows have logits."""
+        each = len(self.pages) // self.num_sequences
+        pages = self.pages[sequence * each : (sequence + 1) * each]
+        rows = range(len(token_ids) - num_rows, len(token_ids))
+        span = Span(token_ids, first, pages, self.table_id, rows)
+        return span._replace(open_page=sequence)
 
     def scored(self, token_ids: list[int], num_rows: int) -> Tensor:
         """Return the logprobs of the last rows, float64 [R, V]."""
@@ -67,20 +76,21 @@ class Held:
             memory[:] = memory[self.pages[0]].copy()
 
     def decode(self, context: int) -> None:
-        self.runner.run([self.span([9], context - 1, 1)])
+        every = range(self.num_sequences)
+        self.runner.run([self.span([9], context - 1, 1, sequence) for sequence in every])
 
 
-def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
-    """Build a cache in a format over a loaded model."""
+def held(checkpoint: Checkpoint, kind: str, num_tokens: int, num_sequences: int = 1) -> Held:
+    """Build a cache in a format over a loaded model; each sequence has the tokens."""
     config = EngineConfig(
-        kv_cache_tokens=num_tokens, max_model_len=num_tokens, page_size=_PAGE, kv_cache_dtype=kind,
-        max_num_seqs=1,
+        kv_cache_tokens=num_tokens * num_sequences, max_model_len=num_tokens, page_size=_PAGE,
+        kv_cache_dtype=kind, max_num_seqs=num_sequences,
     )  # fmt: skip
     runner = build_runner(checkpoint, config)
     native = checkpoint.native
     table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
     order = np.random.default_rng(0).permutation(config.num_pages)
-    return Held(runner, table_id, order.tolist())
+    return Held(runner, table_id, order.tolist(), num_sequences)
 
 
 def quality(
@@ -132,6 +142,33 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
             )
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process that is in use, on Linux."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None:
+    """Print by how much a full cache makes a process grow, beside the bytes that it counts."""
+    click.echo("\n| format | MiB counted | MiB resident | more |\n|---|---:|---:|---:|")
+    for kind in (EXACT, *kinds):
+        sys.stdout.flush()
+        if child := os.fork():  # so that no cache takes memory that another one has left
+            os.waitpid(child, 0)
+            continue
+        held(checkpoint, kind, 2 * _PAGE).fill()  # compiles, and makes the memory of a step
+        ctypes.CDLL(None).malloc_trim(0)  # free memory that a load has left
+        before = resident_bytes()
+        cache = held(checkpoint, kind, num_tokens)
+        cache.fill()
+        counted, found = cache.runner.store.num_bytes, resident_bytes() - before
+        click.echo(
+            f"| {kind} | {counted / 2**20:.1f} | {found / 2**20:.1f} | {found / counted - 1:+.1%} |"
+        )
+        sys.stdout.flush()
+        os._exit(0)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--formats", default=",".join((ROUNDED, *FORMATS)), show_default=True)
@@ -142,9 +179,17 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
 )
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
 @click.option("--rounds", default=10, show_default=True)
+@click.option("--resident", default=0, help="Tokens of full caches whose memory is told.")
 @torch.inference_mode()
 def main(  # noqa: PLR0917
-    model: Path, formats: str, tokens: int, rows: int, ids: Path | None, contexts: str, rounds: int
+    model: Path,
+    formats: str,
+    tokens: int,
+    rows: int,
+    ids: Path | None,
+    contexts: str,
+    rounds: int,
+    resident: int,
 ) -> None:
     """Measure a folder or GGUF file on a CPU."""
     torch.set_num_threads(1)
@@ -155,6 +200,8 @@ def main(  # noqa: PLR0917
     lengths = [int(each) for each in contexts.split(",") if int(each)]
     if lengths:
         rates(checkpoint, kinds, lengths, rounds)
+    if resident:
+        residents(checkpoint, kinds, resident)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ class Metrics(Observer):
         context_bounds: Sequence[int],
         config: EngineConfig,
         rejection_reasons: Sequence[str],
+        cache_bytes: Mapping[str, int],
     ) -> None:
         """Create all families, and the series whose labels are few."""
         self.start_time_seconds = time.time()  # of all counts
@@ -275,6 +276,9 @@ class Metrics(Observer):
         factory.gauge(
             "ropewalk_kv_cache_positions", "Positions of the longest context that the cache holds."
         ).set(num_positions)
+        sizes = factory.gauge("ropewalk_kv_cache_bytes", "Bytes of the cache by part.", ["part"])
+        for part, size in cache_bytes.items():
+            sizes.labels(part).set(size)
         factory.gauge(
             "ropewalk_kv_cache_info", "Always 1; the label is kv_cache_dtype.", ["format"]
         ).labels(config.kv_cache_dtype).set(1)

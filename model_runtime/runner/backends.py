@@ -136,9 +136,6 @@ def sealed_store(
     name = config.kv_cache_dtype
     if device.type != "cpu":
         raise ModelError(f"kv_cache_dtype {name} needs the model on a CPU, and it is on {device}")
-    fault = cpu_fault()
-    if fault is not None:
-        raise ModelError(f"kv_cache_dtype {name} needs compiled kernels, which fail: {fault}")
     check_format(name, layers, dtype)
     if config.page_size % PAGE_UNIT:
         raise ModelError(
@@ -153,6 +150,7 @@ def sealed_store(
         form=FORMATS[name],
         num_open=config.max_num_seqs,
         groups=config.page_groups,
+        has_kernels=has_cpu_kernels(device),
     )
 
 

@@ -57,6 +57,7 @@ class Service:
     vocab_size: int
     sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
     max_len: int  # positions of the longest sequence of any deployment
+    cache_bytes: Mapping[str, int]  # of the KV cache, by part
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler

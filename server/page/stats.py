@@ -24,6 +24,7 @@ _TOTALS = {
 }
 _DISK_PAGES = "ropewalk_kv_disk_pages_total"  # absent without a tier on disk
 _REQUESTS = "ropewalk_requests_total"
+_CACHE_BYTES = "ropewalk_kv_cache_bytes"
 _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 
 
@@ -79,6 +80,7 @@ class Stats(Body):
     requests_waiting: int
     kv_cache_usage_ratio: float
     kv_cache_tokens: int
+    kv_cache_bytes: int  # pages and all beside them
     kv_disk: DiskStats | None  # None: there is no tier on disk
     requests: list[RequestStats]  # without those that count zero
 
@@ -98,6 +100,7 @@ def read_stats(metrics: Metrics) -> Stats:
             if each.value
         ],
         kv_cache_usage_ratio=_only(samples[_CACHE_USAGE]),
+        kv_cache_bytes=sum(int(each.value) for each in samples[_CACHE_BYTES]),
         kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
         **totals,
     )

@@ -196,6 +196,7 @@ def make_service(
         vocab_size=served.vocab_size,
         sampling_defaults=served.sampling_defaults,
         max_len=served.plan.config.max_model_len,
+        cache_bytes=cache_parts(served.plan),
         chat_template=chat_template,
         chat_formats=chat_formats,
         key_ring=ring,
@@ -225,9 +226,22 @@ def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplat
     return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
 
 
+def cache_parts(plan: ServingPlan) -> dict[str, int]:
+    """Return the bytes of the cache by part, of those that there are."""
+    parts = {
+        "pages": plan.capacity * plan.token_bytes,
+        "open": plan.open_bytes,
+        "stage": plan.stage_bytes,
+        "states": plan.state_bytes,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
 def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
     """Build the metrics; with `put` they also report the end of each answer."""
-    parts = (factory, plan.context_bounds, plan.config, rejection_reasons())
+    parts = (
+        factory, plan.context_bounds, plan.config, rejection_reasons(), cache_parts(plan)
+    )  # fmt: skip
     return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 

@@ -55,8 +55,16 @@ class ScalingEntry(Body):
     max_rope_factor: float
     aliases: list[str] | None = Field(None, exclude_if=is_none)  # other names of the deployment
     answer_reserve_tokens: int  # of a chat answer without max_tokens
+    kv_cache_dtype: str  # of the server's cache
     tool_format: str | None  # None: requests with tools are refused
     reasoning: str | None  # the marker that opens it; None: none is known
+
+
+class CacheEntry(Body):
+    """The server's cache, which all names share."""
+
+    tokens: int
+    bytes: dict[str, int]  # by part: pages, open, stage, states
 
 
 class Model(Body):
@@ -73,6 +81,7 @@ class Model(Body):
     fingerprint: str | None = Field(None, exclude_if=is_none)
     arithmetic: str | None = Field(None, exclude_if=is_none)
     ropewalk: ScalingEntry
+    kv_cache: CacheEntry  # which may differ between servers behind a router
 
 
 class ModelList(Body):
@@ -216,8 +225,12 @@ def model_router(service: Service) -> APIRouter:
                 max_rope_factor=deployment.max_rope_factor,
                 aliases=service.aliases_of(deployment.name) or None,
                 answer_reserve_tokens=deployment.reserve.num_tokens,
+                kv_cache_dtype=service.settings.kv_cache_dtype,
                 tool_format=None if formats.tools is None else formats.tools.name,
                 reasoning=None if formats.reasoning is None else formats.reasoning.open,
+            ),
+            kv_cache=CacheEntry(
+                tokens=service.engine.config.capacity, bytes=dict(service.cache_bytes)
             ),
         )
 

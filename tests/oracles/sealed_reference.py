@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of keys and values
+SMALL_GROUPS = {"k8v4": 8}  # dimensions of a value that share a step; tiny models have 16
 _NAME = "sealed_reference"
 
 
@@ -43,16 +44,19 @@ def sealed(rows_RL: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(exact_RL)
 
 
-def sealed_pages(numbers_CKX: Tensor, page_size: int, bits: int, *, by_channel: bool) -> Tensor:
-    """Keys (by channel of a page) or values (by token) of whole pages, sealed; float64."""
+def sealed_pages(
+    numbers_CKX: Tensor, page_size: int, bits: int, *, by_channel: bool, group: int | None = None
+) -> Tensor:
+    """Keys (by channel of a page) or values (by token or group) of whole pages, sealed; float64."""
     num_tokens, num_heads, dim = numbers_CKX.shape
     out = numbers_CKX.double().clone()
     for first in range(0, num_tokens - num_tokens % page_size, page_size):
         page = slice(first, first + page_size)
         for head in range(num_heads):
             rows = numbers_CKX[page, head]
-            found = sealed(rows.T if by_channel else rows, bits)
-            out[page, head] = found.T if by_channel else found
+            rows = rows.T if by_channel else rows.reshape(-1, group or dim)
+            found = sealed(rows, bits)
+            out[page, head] = found.T if by_channel else found.view(page_size, dim)
     return out.view(num_tokens, num_heads, dim)
 
 
@@ -62,6 +66,7 @@ class ReferenceModel:
     def __init__(self, model: PreTrainedModel, kind: str, page_size: int) -> None:
         self._model = model.double().eval()
         self._bits, self._page_size = BITS[kind], page_size
+        self._group = SMALL_GROUPS.get(kind)
         self._sealed_keys: list[Tensor] = []  # rotated, of the layer that is computed
         self._module = sys.modules[type(model).__module__]
         self._rotate: Callable[..., Any] = self._module.apply_rotary_pos_emb
@@ -98,7 +103,9 @@ class ReferenceModel:
     ) -> tuple[Tensor, None]:
         (old_key,) = self._sealed_keys
         value_CKV = value[0].transpose(0, 1)
-        found = sealed_pages(value_CKV, self._page_size, self._bits[1], by_channel=False)
+        found = sealed_pages(
+            value_CKV, self._page_size, self._bits[1], by_channel=False, group=self._group
+        )
         old_value = found.transpose(0, 1)[None].to(value.dtype)
         group = query.shape[1] // key.shape[1]
         window, cap, sinks = (named.get(each) for each in ("sliding_window", "softcap", "s_aux"))

@@ -5,7 +5,7 @@ and the bytes of pages are equal to the bit, however a sequence was computed.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
@@ -29,11 +30,18 @@ from tests.doubles.engines import (
     tiny_checkpoint,
 )
 from tests.oracles.draft_adversary import Adversary, Counted, tell
-from tests.oracles.sealed_reference import BITS, ReferenceModel
+from tests.oracles.sealed_reference import BITS, SMALL_GROUPS, ReferenceModel
 
 KINDS = [*BITS, "bfloat16"]  # the last one rounds when it writes, and seals nothing
 PAGE = 32
 WHOLE = {"kv_cache_tokens": 4096, "max_model_len": 256, "page_size": PAGE}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of tiny models have two groups where large ones have more."""
+    for kind, group in SMALL_GROUPS.items():
+        monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
 
 
 @dataclass(frozen=True)

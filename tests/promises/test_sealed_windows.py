@@ -5,7 +5,7 @@ engine whose pages hold all layers: to the bit, in any chunks, company, cache, a
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
@@ -31,7 +32,7 @@ from tests.doubles.engines import (
 from tests.doubles.random_workloads import requests_with_beginnings
 from tests.oracles.draft_adversary import Adversary, Counted, tell
 from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
-from tests.oracles.sealed_reference import BITS
+from tests.oracles.sealed_reference import BITS, SMALL_GROUPS
 from tests.sampling import sampled
 
 PAGE, WINDOW = 32, 40
@@ -58,6 +59,13 @@ def held(engines: EngineFactory, name: str, kind: str, **config: Any) -> Engine:
     """An engine whose pages hold groups of layers, in few bits."""
     config = {**WHOLE, "kv_cache_dtype": kind, **config}
     return engines.over(windowed(name), page_groups=groups_of(windowed(name)), **config)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of tiny models have two groups where large ones have more."""
+    for kind, group in SMALL_GROUPS.items():
+        monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
+from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 
@@ -38,9 +39,14 @@ class SealedCache(KVCache):
         form: PageFormat,
         num_open: int,
         groups: PageGroups | None = None,
+        has_kernels: bool = True,
     ) -> None:
-        """Allocate the pages. Raises ModelError if a layer has no such pages."""
+        """Allocate the pages. Raises ModelError if a layer has no such pages.
+
+        `has_kernels`: whether the compiled kernels read and write them.
+        """
         form.check(layers)
+        self._has_kernels = has_kernels
         self.row_keys = False
         self.form = form
         self._layers = layers
@@ -63,6 +69,8 @@ class SealedCache(KVCache):
 
     def own_backend(self) -> Any:
         """Return the backend of sealed pages."""
+        if not self._has_kernels:
+            return SealedTorchAttention
         from ropewalk.model_runtime.attention.sealed.cpu_backend import (  # noqa: PLC0415  # numba
             SealedCpuAttention,
         )
@@ -76,7 +84,8 @@ class SealedCache(KVCache):
     def sides(self, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """Return the sizes of a layer's records, as the kernels take them."""
         form = self.form
-        return num_heads, key_dim, value_dim, self.page_size, form.key_bits, form.value_bits
+        bits, groups = (form.key_bits, form.value_bits), form.value_groups(value_dim)
+        return num_heads, key_dim, value_dim, self.page_size, *bits, groups
 
     @cached_property
     def arrays(self) -> dict[int, LayerPages]:  # type: ignore[override]
@@ -94,10 +103,12 @@ class SealedCache(KVCache):
 
     @cached_property
     def addresses_LX(self) -> NDArray[np.int64]:
-        """Return the start addresses of sealed and of open pages by layer order, and both bits."""
-        pairs = [self._pages[index] for index in sorted(self._pages)]
-        bits = self.form.key_bits, self.form.value_bits
-        rows = [[*(each.data_ptr() for each in pair), *bits] for pair in pairs]
+        """Return the addresses of sealed and of open pages by layer order, bits and groups."""
+        form, rows = self.form, []
+        for index in sorted(self._pages):
+            groups = form.value_groups(self._layers[index].value_dim)
+            addresses = (each.data_ptr() for each in self._pages[index])
+            rows.append([*addresses, form.key_bits, form.value_bits, groups])
         return np.array(rows, np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:

@@ -11,7 +11,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import LayerShape
 
 _LINE = 64  # bytes in a cache line; a record is a whole number of them
-_PARAMETER_BYTES = 4  # of a channel, or of a token: a lowest number and a step
+_PARAMETER_BYTES = 4  # of a channel, or of a row of values: a lowest number and a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,11 @@ class PageFormat:
     name: str
     key_bits: int
     value_bits: int
+    group: int | None = None  # dimensions of a value that share a step; all of them
+
+    def value_groups(self, value_dim: int) -> int:
+        """Return the steps of a token's value: one if its dimensions are no whole groups."""
+        return 1 if self.group is None or value_dim % self.group else value_dim // self.group
 
     def record_bytes(self, layer: LayerShape, page_size: int) -> int:
         """Return the bytes of one page of one key head."""
@@ -30,7 +35,8 @@ class PageFormat:
         """Return where the parameters of a record begin and end; its codes are before them."""
         bits = layer.key_dim * self.key_bits + layer.value_dim * self.value_bits
         first = page_size * bits // 8
-        return first, first + _PARAMETER_BYTES * (layer.key_dim + page_size)
+        rows = layer.key_dim + page_size * self.value_groups(layer.value_dim)
+        return first, first + _PARAMETER_BYTES * rows
 
     def page_bytes(self, layers: Mapping[int, LayerShape], page_size: int) -> int:
         """Return the bytes of one sealed page over all layers."""
@@ -50,7 +56,11 @@ class PageFormat:
 
 FORMATS = {
     each.name: each
-    for each in (PageFormat("int8", 8, 8), PageFormat("k8v4", 8, 4), PageFormat("int4", 4, 4))
+    for each in (
+        PageFormat("int8", 8, 8),
+        PageFormat("k8v4", 8, 4, group=32),
+        PageFormat("int4", 4, 4),
+    )
 }
 EXACT = "auto"  # numbers of the served dtype, as they were written
 ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write

@@ -70,7 +70,7 @@ def _most_tokens(pages: SealedPages, position: int) -> int:
 @jit()
 def _room(pages: SealedPages, width_V: int) -> Any:
     sides = pages.sides
-    parameters = max(sides.dim, sides.page_size) + WIDTH
+    parameters = max(sides.dim, sides.page_size * sides.value_groups) + WIDTH
     values_OV = room(sides.page_size + 1, width_V, np.float32)
     return values_OV[: sides.page_size], np.empty(2 * parameters, np.float32)
 
@@ -126,8 +126,8 @@ attend_sealed = attention_kernel(SINGLY, SEALED)
 def _pages_of(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Any, ...]:
     """Return the pages of a layer as a one-call step has them; it stages none."""
     num_heads, dim, value_dim = fields_F[NUM_KEY_HEADS], fields_F[DIM], fields_F[VALUE_DIM]
-    records_at, open_at, key_bits, value_bits = step.addresses_LX[fields_F[LAYER]]
-    sides = (num_heads, dim, value_dim, step.page_size, key_bits, value_bits)
+    records_at, open_at, key_bits, value_bits, groups = step.addresses_LX[fields_F[LAYER]]
+    sides = (num_heads, dim, value_dim, step.page_size, key_bits, value_bits, groups)
     shape = (step.num_pages, num_heads, record_bytes(Sides(*sides)))
     records_NKR = carray(pointer_to(records_at, _LIKE_BYTES), shape)
     # Only the strides of open pages are used.

@@ -2,9 +2,10 @@
 
 A record holds one page of one key head. It has the codes of the keys channel by channel, those of
 the values token by token, then the parameters as float16: the lowest number of each channel, its
-step, and both of each token. A number is code * step + lowest, rounded once to float32. In four
-bits a byte holds two codes: of offsets o and o + O/2 of a channel, or of dimensions v and v + V/2
-of a token. So a load of neighbouring bytes makes two registers.
+step, and both of each row of values. A row is a token, or one of its groups of dimensions. A number
+is code * step + lowest, rounded once to float32. In four bits a byte holds two codes: of offsets o
+and o + O/2 of a channel, or of the first and the second half of a row of values. So a load of
+neighbouring bytes makes two registers.
 
 An open page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
 head. `docs/kv-cache.md` has the rule that says which page is read in which form.
@@ -63,6 +64,7 @@ class Sides(NamedTuple):
     page_size: int
     key_bits: int  # 8 or 4
     value_bits: int
+    value_groups: int  # rows of a token's values; each has a lowest number and a step
 
 
 class SealedPages(NamedTuple):
@@ -91,7 +93,7 @@ def _parameters(sides: Sides) -> int:
 @jit()
 def record_bytes(sides: Sides) -> int:
     """Return R, as `attention/sealed/page_format.py` does."""
-    parameters = 2 * _HALF_BYTES * (sides.dim + sides.page_size)
+    parameters = 2 * _HALF_BYTES * (sides.dim + sides.page_size * sides.value_groups)
     return -(-(_parameters(sides) + parameters) // LINE) * LINE
 
 
@@ -216,14 +218,15 @@ def widen_values(address: int, sides: Sides, row_P: Floats, scratch_OV: Floats) 
 
     A register may end behind its row, so the scratch has a row more than the page.
     """
-    dim, page_size, bits = sides.value_dim, sides.page_size, sides.value_bits
+    groups, bits = sides.value_groups, sides.value_bits
+    dim, num_rows = sides.value_dim // groups, sides.page_size * groups
     parameters = address + _parameters(sides) + 2 * _HALF_BYTES * sides.dim
-    steps = _load_parameters(parameters, page_size, row_P)
+    steps = _load_parameters(parameters, num_rows, row_P)
     width, row_bytes = scratch_OV.shape[1], dim * bits // 8
     first = address + _value_codes(sides)
-    for o in range(page_size):
-        low, step = broadcast(row_P[o]), broadcast(row_P[steps + o])
-        codes, at = first + o * row_bytes, o * width
+    for row in range(num_rows):
+        low, step = broadcast(row_P[row]), broadcast(row_P[steps + row])
+        codes, at = first + row * row_bytes, row // groups * width + row % groups * dim
         if bits == _FOUR_BITS:
             for v in range(0, row_bytes, WIDTH):
                 store(scratch_OV, at + v, fma(_lower_codes(codes + v), step, low))

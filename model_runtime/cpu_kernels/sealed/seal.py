@@ -3,7 +3,7 @@
 A page is a pure function of its own numbers: no scale comes from another page, from a chunk or from
 traffic. A page that is sealed again from the same numbers gets the same bytes.
 
-Shapes: see `records.py`. Rows are the channels of keys, or the tokens of values.
+Shapes: see `records.py`. Rows are the channels of keys, or the groups of tokens' values.
 """
 
 from typing import Any
@@ -108,9 +108,10 @@ def seal_page(numbers_E: Numbers, record_R: Bytes, sides: Sides) -> None:
         numbers_E, 0, dim, page_size, sides.key_bits, record_R, 0, keys_parameters,
         np.empty(page_size, np.float32),
     )  # fmt: skip
+    groups = sides.value_groups
     _seal_rows(
-        numbers_E, dim * page_size, page_size, value_dim, sides.value_bits, record_R, values_at,
-        keys_parameters + 4 * dim, np.empty(value_dim, np.float32),
+        numbers_E, dim * page_size, page_size * groups, value_dim // groups, sides.value_bits,
+        record_R, values_at, keys_parameters + 4 * dim, np.empty(value_dim // groups, np.float32),
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def write_open(
     pages: SealedPages,
 ) -> None:  # fmt: skip
     """Write new keys and values to their own pages; they begin in these columns."""
-    num_heads, dim, value_dim, page_size, _, _ = pages.sides
+    num_heads, dim, value_dim, page_size, _, _, _ = pages.sides
     values = dim * page_size
     for t in range(key_TC.shape[0]):
         code, offset = -1 - pages.own_T[t], offset_T[t]

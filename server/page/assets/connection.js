@@ -62,6 +62,18 @@ export function fillForModel() {
   byId("needle-len").value = model().max_model_len - 16;
 }
 
+/** Writes bytes in GiB, or in MiB below one. */
+function sizeText(bytes) {
+  const gib = bytes / 2 ** 30;
+  return gib < 1 ? `${(1024 * gib).toFixed(0)} MiB` : `${gib.toFixed(2)} GiB`;
+}
+
+/** Names the format of a cache in other numbers than the model's. */
+function cacheFormat() {
+  const format = model()?.ropewalk?.kv_cache_dtype ?? "auto";
+  return format === "auto" ? "" : ` in ${format}`;
+}
+
 /** Draws the server's counts while the page is visible. */
 async function poll() {
   if (!document.hidden) {
@@ -70,7 +82,8 @@ async function poll() {
       noteStats(stats);
       const used = (100 * stats.kv_cache_usage_ratio).toFixed(0);
       byId("load").textContent =
-        `queue ${stats.requests_waiting} · running ${stats.requests_running} · cache ${used} %`;
+        `queue ${stats.requests_waiting} · running ${stats.requests_running} · ` +
+        `cache ${used} % of ${sizeText(stats.kv_cache_bytes)}${cacheFormat()}`;
       drawChart();
     } catch (error) {
       byId("load").textContent = error.status === 401 ? "" : error.message;

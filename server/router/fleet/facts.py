@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_OF_THE_START = "created"  # differs between equal servers
+# What differs between servers that answer alike.
+_OWN = frozenset({"created", "kv_cache"})
 _FINGERPRINTS = ("fingerprint", "arithmetic")
 _MOST_REASONS = 3  # in an answer
 _SHOWN = 8  # digits of a fingerprint in the log
@@ -39,7 +40,7 @@ def facts_of(models: Any, *, has_key: bool) -> Facts:
     if not isinstance(entries, list):
         return Facts("unreadable")
     found = [each for each in entries if isinstance(each, dict)]
-    left_out = {_OF_THE_START, *_FINGERPRINTS}
+    left_out = {*_OWN, *_FINGERPRINTS}
     listing = [
         {name: value for name, value in each.items() if name not in left_out} for each in found
     ]

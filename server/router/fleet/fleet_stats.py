@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-_OF_NOW = ("requests_running", "requests_waiting", "kv_cache_tokens")
+_OF_NOW = ("requests_running", "requests_waiting", "kv_cache_tokens", "kv_cache_bytes")
 _SAME = frozenset({"context_bounds", "bounds"})
 _GROWING = ("prompt_tokens", "prompt_tokens_cached", "generated_tokens", "preemptions")
 _LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
@@ -68,7 +68,7 @@ class FleetStats:
         now = [each for address, each in alike.items() if address in present]
         found.pop(_START, None)
         for name in _OF_NOW:
-            found[name] = sum(each[name] for each in now)
+            found[name] = sum(each.get(name, 0) for each in now)  # older servers have fewer
         found[_USAGE] = sum(each[_USAGE] for each in now) / max(1, len(now))
         disks = [each[_DISK] for each in now if each[_DISK] is not None]
         if found[_DISK] is not None:  # they share a folder

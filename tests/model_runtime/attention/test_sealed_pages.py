@@ -1,5 +1,6 @@
 """Sealed pages on a CPU: their bytes against numpy, and their reads against float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,16 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests.oracles import position_oracle as oracle
 from tests.oracles.range_cases import CPU, DIM, HEADS, KEY_HEADS, LAYERS, PlacedReads, largest_error
 from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
-from tests.oracles.sealed_reference import BITS, codes, sealed_pages
+from tests.oracles.sealed_reference import BITS, SMALL_GROUPS, codes, sealed_pages
 
 PAGE = 32
+FORMS = {kind: replace(FORMATS[kind], group=SMALL_GROUPS.get(kind)) for kind in FORMATS}
 METHODS: dict[str, tuple[PositionMethod, oracle.Distance]] = {
     "rerope": (ReRope(40), oracle.rerope(40)),
     "self_extend": (SelfExtend(12, 4), oracle.self_extend(12, 4)),
@@ -50,7 +53,7 @@ class Laid(PlacedReads):
             len(self.keys),
             PAGE,
             self.dtype,
-            form=FORMATS[kind],
+            form=FORMS[kind],
             num_open=len(self.spans),
         )
         for tensor in self.store.pages(0):
@@ -61,7 +64,7 @@ class Laid(PlacedReads):
         """The positions of a sequence from `first` up to `end`."""
         return self.spans[index]._replace(token_ids=[0] * (end - first), first_position=first)
 
-    backend = SealedCpuAttention
+    backend: type[SealedCpuAttention | SealedTorchAttention] = SealedCpuAttention
 
     def step(self, spans: list[Span], query: Tensor | None = None, **options: Any) -> Tensor:
         """Write the keys and values of a step, and return its attention."""
@@ -93,7 +96,9 @@ class Laid(PlacedReads):
             bits = BITS[self.kind]
             found.append((
                 sealed_pages(keys, PAGE, bits[0], by_channel=True),
-                sealed_pages(values, PAGE, bits[1], by_channel=False),
+                sealed_pages(
+                    values, PAGE, bits[1], by_channel=False, group=SMALL_GROUPS.get(self.kind)
+                ),
             ))  # fmt: skip
         return found
 
@@ -143,6 +148,28 @@ def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, l
     assert largest_error(got, laid.expected(distance, **LAYERS[layer])) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("int8", "rerope"), ("k8v4", "sinks"), ("int4", "dual_chunk")]
+)
+def test_the_reference_reads_and_seals_like_the_kernels(kind: str, name: str) -> None:
+    """It serves processors on which no kernel compiles. Records are equal to the bit."""
+    method, distance = METHODS[name]
+    found = []
+    for backend in (SealedCpuAttention, SealedTorchAttention):
+        torch.manual_seed(3)
+        laid = Laid(kind, method, share=0.5)
+        laid.backend = backend
+        got = laid.run(**LAYERS["all"])
+        assert largest_error(got, laid.expected(distance, **LAYERS["all"])) < 1e-5
+        size = FORMS[kind].parameter_bytes(Shape(), PAGE)[1]
+        full = [
+            span.pages[: (context - 1) // PAGE]
+            for (context, _), span in zip(laid.contexts, laid.spans, strict=True)
+        ]
+        found.append([laid.store.pages(0)[0][pages, :, :size] for pages in full])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_pages_are_read_without_further_rounding(kind: str) -> None:
     """The open page is bfloat16, and sums are float32."""
@@ -188,10 +215,15 @@ def test_other_times_to_seal_would_follow_the_chunks(backend: type[SealedCpuAtte
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", BITS)
-def test_records_equal_those_of_numpy(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value_dim", "group"),
+    [("int8", 20, 20), ("k8v4", 20, 20), ("k8v4", 64, 32), ("int4", 20, 20), ("int4", 64, 64)],
+)
+def test_records_equal_those_of_numpy(
+    kind: str, value_dim: int, group: int, dtype: torch.dtype
+) -> None:
     """Constants, zeros, tiny and huge numbers, a bias, an outlier, infinity and NaN."""
-    dim, value_dim = 24, 20
+    dim = 24
     store = SealedCache({0: Shape(dim, value_dim)}, 1, PAGE, dtype, form=FORMATS[kind], num_open=1)
     torch.manual_seed(1)
     key_TKD = torch.randn(PAGE, KEY_HEADS, dim)
@@ -210,7 +242,11 @@ def test_records_equal_those_of_numpy(kind: str, dtype: torch.dtype) -> None:
     batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
     SealedCpuAttention(batch).write(*store.pages(0), key_TKD, value_TKV)
     expected = [
-        _record(key_TKD[:, head].T.float().numpy(), value_TKV[:, head].float().numpy(), kind)
+        _record(
+            key_TKD[:, head].T.float().numpy(),
+            value_TKV[:, head].float().numpy().reshape(-1, group),
+            kind,
+        )
         for head in range(KEY_HEADS)
     ]
     for got, wanted in zip(store.pages(0)[0][0].numpy(), expected, strict=True):
@@ -248,9 +284,9 @@ def test_a_bias_costs_no_more_than_half_a_step(kind: str, bias: float) -> None:
         assert (error_DO <= most * step_D[:, None] + 1e-4 * abs(bias) * 2**-7).all()
 
 
-def _record(keys_DO: NDArray[Any], values_OV: NDArray[Any], kind: str) -> bytes:
+def _record(keys_DO: NDArray[Any], values_XV: NDArray[Any], kind: str) -> bytes:
     parts, parameters = [], []
-    for rows, bits in zip((keys_DO, values_OV), BITS[kind], strict=True):
+    for rows, bits in zip((keys_DO, values_XV), BITS[kind], strict=True):
         code, low, step = codes(rows, bits)
         if bits == 4:
             half = code.shape[1] // 2
@@ -278,7 +314,7 @@ def test_odd_values_have_no_four_bits() -> None:
         SealedCache({0: Shape(16, 15)}, 1, PAGE, torch.float32, form=FORMATS["k8v4"], num_open=1)
 
 
-@pytest.mark.parametrize(("kind", "num_bytes"), [("int8", 136), ("k8v4", 104), ("int4", 72)])
+@pytest.mark.parametrize(("kind", "num_bytes"), [("int8", 136), ("k8v4", 108), ("int4", 72)])
 def test_bytes_of_a_token_and_head(kind: str, num_bytes: int) -> None:
     """Of 64 dimensions and pages of 64, where float32 has 512."""
     shape = Shape(64, 64)

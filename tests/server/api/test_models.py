@@ -26,9 +26,12 @@ def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
         "policy": "pinned",
         "max_rope_factor": 8,
         "answer_reserve_tokens": 32,
+        "kv_cache_dtype": "auto",
         "tool_format": "generic",
         "reasoning": None,
     }
+    cache = model.model_extra["kv_cache"]
+    assert cache["bytes"] == {"pages": cache["tokens"] * 4096}
     with pytest.raises(openai.NotFoundError, match="no/such"):
         openai_client.models.retrieve("no/such")
 

@@ -42,7 +42,7 @@ def test_a_load_is_a_share_of_the_cache_and_of_the_steps_that_wait() -> None:
     config = EngineConfig(
         kv_cache_tokens=1024, max_model_len=256, page_size=64, max_num_batched_tokens=128
     )
-    metrics = Metrics(factory, (256,), config, ())
+    metrics = Metrics(factory, (256,), config, (), {"pages": 4096})
     for num_waiting_tokens, num_pages, load in (
         (0, 0, 0),
         (0, 16, 1),

@@ -16,7 +16,7 @@ ADDRESSES = ("http://a:1", "http://b:1")
 def metrics() -> Metrics:
     """The metrics of a server that has done nothing."""
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64)
-    return Metrics(MetricFactory(), (64, 256), config, ())
+    return Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096, "open": 512})
 
 
 def work(of: Metrics, seed: int) -> None:
@@ -63,6 +63,7 @@ def test_counts_are_those_of_one_server_with_all_the_work() -> None:
     found, expected = json.loads(fleet.render(("a", "c"))), stats_of(whole)
     del expected["start_time_seconds"]  # there are several
     assert found.pop("kv_cache_tokens") == 2 * expected.pop("kv_cache_tokens")
+    assert found.pop("kv_cache_bytes") == 2 * expected.pop("kv_cache_bytes")
     assert by_labels(found) == by_labels(expected)
 
 
@@ -77,6 +78,7 @@ def test_queue_and_cache_are_of_the_servers_that_take_requests() -> None:
     assert (both["requests_running"], both["requests_waiting"]) == (3, 30)
     assert both["kv_cache_usage_ratio"] == pytest.approx(0.375)
     assert (first["requests_running"], first["kv_cache_usage_ratio"]) == (1, 0.25)
+    assert (both["kv_cache_bytes"], first["kv_cache_bytes"]) == (2 * 4608, 4608)
 
 
 def test_an_answer_that_was_overtaken_is_left_out() -> None:
@@ -101,7 +103,7 @@ def test_servers_with_other_context_buckets_are_left_out() -> None:
     """Their histograms cannot be added; the servers that take requests decide."""
     fleet, other = FleetStats(), metrics()
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64)
-    longer = Metrics(MetricFactory(), (64, 128, 256), config, ())
+    longer = Metrics(MetricFactory(), (64, 128, 256), config, (), {"pages": 4096})
     work(other, 1)
     work(longer, 3)
     noted(fleet, "gone", other)

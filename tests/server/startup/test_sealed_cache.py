@@ -16,6 +16,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
     stage_page_bytes,
     token_bytes,
 )
+from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
@@ -24,12 +25,13 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.load_service import cache_parts
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.options import InspectOptions
 from ropewalk.studies.inspection.report import inspect_model
-from tests.doubles.engines import EngineFactory
+from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 
 GIB, MIB = 2**30, 2**20
 
@@ -65,7 +67,7 @@ class _Float32:
 
 @pytest.mark.parametrize(
     ("kind", "num_bytes", "least_ratio"),
-    [("int8", 12_240, 3.6), ("k8v4", 9_360, 4.7), ("int4", 6_480, 6.5)],
+    [("int8", 12_240, 3.6), ("k8v4", 9_720, 4.5), ("int4", 6_480, 6.5)],
 )
 def test_a_gib_holds_more_tokens(
     embedded: Checkpoint, kind: str, num_bytes: int, least_ratio: float
@@ -78,6 +80,9 @@ def test_a_gib_holds_more_tokens(
     assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
+    parts = cache_parts(few)
+    assert list(parts) == ["pages", "open", "stage"]
+    assert sum(parts.values()) == few.cache_bytes
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith(
@@ -152,15 +157,26 @@ def test_names_of_other_servers_are_refused(name: str) -> None:
         load_settings({"kv_cache_dtype": name})
 
 
-def test_a_processor_without_kernels_is_refused(
+def test_a_processor_without_kernels_is_served_by_the_reference(
     embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain torch read has no sealed pages."""
+    """Its numbers are those of the kernels within rounding."""
+    prompt = [(7 * at) % 2048 for at in range(150)]
+    asked = request(deployment_of(embedded), prompt, max_tokens=1, prompt_logprobs=1)
+    limits = {"page_size": 32, "kv_cache_dtype": "k8v4", "max_num_batched_tokens": 70}
+    expected = answer(engines.over(embedded, **limits), asked)[0]
     monkeypatch.setattr("ropewalk.model_runtime.runner.backends.cpu_fault", lambda: "no numba")
-    with pytest.raises(
-        ModelError, match=r"kv_cache_dtype int8 needs compiled kernels, .* no numba"
-    ):
-        engines.over(embedded, page_size=32, kv_cache_dtype="int8")
+    engine = engines.over(embedded, **limits)
+    assert engine._core._runner._backend is SealedTorchAttention
+    pairs = zip(
+        answer(engine, asked)[0].prompt_logprob_values(),
+        expected.prompt_logprob_values(),
+        strict=True,
+    )
+    errors = sorted(abs(a - b) for a, b in pairs)
+    # A number half-way between two codes may round to the other one.
+    assert errors[len(errors) // 2] < 1e-3
+    assert errors[-1] < 0.1
 
 
 def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,16 +73,16 @@ def test_a_page_of_another_format_is_not_found(
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
     """Wherever it is, in keys or values of any head; 100,000 is beyond a float16, and a number."""
-    form, heads, page, dim = FORMATS[kind], 2, 32, 16
+    form, heads, page, dim = FORMATS[kind], 2, 32, 64
 
     class Layer:
         num_key_heads, key_dim, value_dim = heads, dim, dim
 
     size = form.record_bytes(Layer(), page)
     check = sealed_check([Records(heads, size, *form.parameter_bytes(Layer(), page))] * 2)
-    sides = Sides(heads, dim, dim, page, form.key_bits, form.value_bits)
+    sides = Sides(heads, dim, dim, page, form.key_bits, form.value_bits, form.value_groups(dim))
     draw = np.random.default_rng(3)
-    for place, number in ((0, 1e9), (17, np.nan), (900, np.inf), (1023, -np.inf)):
+    for place, number in ((0, 1e9), (17, np.nan), (3600, np.inf), (4095, -np.inf)):
         numbers = draw.normal(size=(2 * heads, 2 * page * dim)).astype(np.float32)
         numbers[3, place] = number
         records = np.zeros((2 * heads, size), np.uint8)
