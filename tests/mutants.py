@@ -286,7 +286,8 @@ def main() -> None:
             row = {
                 "verdict": verdict, "target": mutant.target, "path": mutant.path,
                 "line": mutant.line, "number": mutant.number, "change": mutant.change,
-                "source": mutant.source(folder), "by": by, "seconds": round(time.monotonic() - began, 1),
+                "source": mutant.source(folder), "by": by,
+                "seconds": round(time.monotonic() - began, 1),
             }  # fmt: skip
             record.write(json.dumps(row) + "\n")
             record.flush()

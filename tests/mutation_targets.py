@@ -41,7 +41,10 @@ TARGETS = {
                 for name in ("sequence", "scheduler", "prefill_budget")
             ),
             f"{_RUNTIME}/engine/test_engine.py",
-            *(f"{_SCHEDULING}/test_{name}.py" for name in ("windows", "kept_pages")),
+            *(
+                f"{_SCHEDULING}/test_{name}.py"
+                for name in ("windows", "prefix_cache", "kept_pages")
+            ),
             f"{_DISK}/test_host_memory.py",
         ),
     ),
@@ -101,12 +104,13 @@ TARGETS = {
     ),
     "rope": Target(
         ("rope/*.py",),
-        tuple(
-            f"tests/rope/test_{name}.py"
-            for name in (
-                *("tiers", "formulas", "from_config", "trained_positions", "angles"),
-                *("transformers_parity", "decay"),
-            )
+        (
+            *(
+                f"tests/rope/test_{name}.py"
+                for name in ("tiers", "formulas", "from_config", "trained_positions", "angles")
+            ),
+            f"{_RUNTIME}/deployments/test_position_tiers.py",
+            *(f"tests/rope/test_{name}.py" for name in ("transformers_parity", "decay")),
         ),
     ),
     "deployment": Target(("model_runtime/deployments/*.py",), (f"{_RUNTIME}/deployments",)),

@@ -163,6 +163,7 @@ def test_the_time_of_a_page_is_a_running_mean_and_patience_is_eight_times_that(
             clock.now += taken.pop(0)
             return True
 
+    monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 1.0)
     monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: clock.now))
     found, keys = Reader(Buffers(8, 2), Counting(), lambda _: None), [b"a", b"b"]
     found.start(woken.set)
