@@ -13,6 +13,10 @@ AS_OLDER := $(if $(ISA),$(BIN)/python -m tests.processors $(ISA))
 # For a machine with a GPU and its own Python: make gpu-check GPU_PYTHON=python3. No network needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
+# Some machines tell Python to keep no bytecode. Then each of the tests' processes compiles the same
+# sources, and collecting the tests takes half as long again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The commit as `ropewalk --version` tells it.
 DESCRIBE := git describe --always --dirty --abbrev=12 --exclude='*'
 

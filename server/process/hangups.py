@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +78,13 @@ class Hangups:
         signal.signal(signal.SIGHUP, hang_up)
 
     def _say(self, line: str) -> None:
-        """Print a line, or lose it if the signal came in the middle of a write to its stream."""
+        """Print a line from a thread of its own.
+
+        If the signal came in the middle of a line of the log, then this thread holds its lock.
+        """
+        threading.Thread(target=self._say_or_lose, args=(line,), daemon=True).start()
+
+    def _say_or_lose(self, line: str) -> None:
         with suppress(OSError, RuntimeError):
             self._say_plainly(line)
 

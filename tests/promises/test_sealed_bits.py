@@ -211,7 +211,7 @@ def test_a_step_without_memory_writes_no_open_page_twice(
     assert num_writes == [layer + 1]
 
 
-@pytest.mark.sampled(fixed=0, drawn=2)
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_5", "qwen3_moe"])
 def test_other_architectures_keep_their_bits(engines: EngineFactory, name: str, kind: str) -> None:

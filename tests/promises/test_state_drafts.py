@@ -36,7 +36,7 @@ from tests.sampling import sampled
 
 MOST = 15
 PAGE = 16
-FIXED = [("qwen3_5_text", torch.float32), ("lfm2", torch.bfloat16)]
+FIXED = [("qwen3_5_text", torch.float32)]
 OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3")
 SCHEMA = {
     "type": "object",

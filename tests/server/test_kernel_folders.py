@@ -154,7 +154,7 @@ def test_a_volume_of_root_may_be_open(folder: Path, monkeypatch: pytest.MonkeyPa
     assert writer_of(folder) is None
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "arguments",
     [

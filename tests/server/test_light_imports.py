@@ -121,6 +121,7 @@ def test_config_check_needs_neither_torch_nor_transformers(tmp_path: Path) -> No
     assert printed[:-2] == before[:-2]
 
 
+@pytest.mark.costly
 def test_config_check_of_a_gguf_file_needs_neither(tmp_path: Path) -> None:
     """Not even for Llama 3.1's scaling, which is found from a tensor."""
     divisors = llama3_divisors_P(16, 10_000.0, 8.0, (8192, 1.0, 4.0)).astype("float32")

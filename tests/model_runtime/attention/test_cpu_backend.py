@@ -129,7 +129,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(by="share")
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> None:

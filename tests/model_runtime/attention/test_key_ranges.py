@@ -36,7 +36,7 @@ def test_a_temperature_of_dual_chunk_is_on_the_rotated_dimensions() -> None:
         assert largest_error(backend(laid.batch).read(laid.read()), expected) < 1e-5
 
 
-@pytest.mark.sampled
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "sinks"])
 def test_bfloat16_in_pairs_stays_within_its_rounding(name: str) -> None:
     """Pairs round queries, keys and probabilities once, as the plain read does."""

@@ -96,7 +96,7 @@ def test_reads_equal_float64_over_rounded_keys(backend: Any, name: str) -> None:
     assert relative_error(exact, expected) > 1e-4
 
 
-@pytest.mark.sampled(fixed=0, drawn=2)
+@pytest.mark.costly
 @pytest.mark.parametrize("name", METHODS)
 def test_ranges_equal_float64_over_rounded_keys(name: str) -> None:
     """Position methods have a kernel of their own."""

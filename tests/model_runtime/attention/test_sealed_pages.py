@@ -170,6 +170,7 @@ def test_the_reference_reads_and_seals_like_the_kernels(kind: str, name: str) ->
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_pages_are_read_without_further_rounding(kind: str) -> None:
     """The open page is bfloat16, and sums are float32."""

@@ -80,6 +80,7 @@ def _last_line(script: str, *arguments: str) -> str:
     return [ended.stderr, *ended.stdout.splitlines()][-1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "kernel", "of"),
     [("int4", "write_pages", ""), ("bfloat16", "write_kv", "uint16")],

@@ -22,7 +22,6 @@ from tests.checkpoints.gguf_files import (
     write_file,
 )
 from tests.checkpoints.k_quants import q4_k
-from tests.sampling import sampled
 from tests.servers.processes import run_here, running_server
 
 PROMPTS = ("def area(width, height):\n", "import os\n\nfor name in ", "class Stack:\n    ")
@@ -92,9 +91,8 @@ def expected_texts(encode: Encode) -> list[str]:
 
 # Q4_K and its fallback are compiled for fifteen seconds. Their values are tested in
 # test_low_bit_products.py, and models with Q4_K in test_low_bit_experts.py.
-@pytest.mark.parametrize(
-    "name", [*sampled(["F16", "Q8_0"], fixed=0), pytest.param("Q4_K", marks=pytest.mark.long)]
-)
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["F16", "Q8_0", pytest.param("Q4_K", marks=pytest.mark.long)])
 def test_a_served_file_writes_what_transformers_writes_with_its_weights(
     name: str, tmp_path: Path
 ) -> None:

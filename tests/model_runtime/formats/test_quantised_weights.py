@@ -95,7 +95,12 @@ def test_weights_are_those_of_the_reference_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-blocks", "fp8-experts", "w4a16", "w8a8", "mixed", "gptq-ordered", "awq"]
+    "name",
+    [
+        "fp8-blocks",
+        pytest.param("fp8-experts", marks=pytest.mark.costly),
+        *("w4a16", "w8a8", "mixed", "gptq-ordered", "awq"),
+    ],
 )
 def test_greedy_tokens_are_those_of_the_dequantised_model(
     name: str, engines: EngineFactory, tmp_path: Path

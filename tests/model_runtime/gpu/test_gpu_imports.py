@@ -73,6 +73,7 @@ def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
     assert ended.stdout.split()[-1] == "GpuRmsNorm"
 
 
+@pytest.mark.costly
 def test_the_server_is_imported_where_numba_does_not_load() -> None:
     """Settings, planning, the application and the client of the benchmarks."""
     ended = run(
@@ -82,6 +83,7 @@ def test_the_server_is_imported_where_numba_does_not_load() -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+@pytest.mark.costly
 def test_a_cpu_without_numba_is_served_by_torch() -> None:
     """The description names the fault. It also shows that the refusal works."""
     ended = run(

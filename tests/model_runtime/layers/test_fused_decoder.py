@@ -172,6 +172,7 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     assert all(map(torch.equal, answers(checkpoint), expected))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_of_few_bits_are_one_call_beside_a_float_head(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

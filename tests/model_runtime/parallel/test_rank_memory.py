@@ -46,7 +46,7 @@ def held_bytes(model: nn.Module) -> int:
     return plain
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
     """Its weights are at most 1/N of the divided ones, the embedding and 2 %."""
@@ -59,7 +59,7 @@ def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
     assert not any(isinstance(each, MappedLinear) for each in shared.model.modules())
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_a_rank_holds_its_share_of_the_cache(ranks: Ranks) -> None:
     """A rank has the keys and values of its own heads only."""

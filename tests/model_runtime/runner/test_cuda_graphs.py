@@ -93,7 +93,7 @@ def pages_of(runner: ModelRunner) -> KVCache:
     return runner._store
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.costly
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature: float) -> None:
     """The second step is launched before the first is read, and one sequence has ended by then."""
@@ -251,6 +251,7 @@ def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: Ru
     assert record.num_replayed == 1
 
 
+@pytest.mark.costly
 def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
     """Prompts beside decodes, decodes without logits, and too many sequences are not replayed."""
     record = Again()

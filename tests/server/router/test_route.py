@@ -222,6 +222,7 @@ def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[
     until(lambda: metric(hasty_router, 'servers{state="ready"}') == 2)
 
 
+@pytest.mark.costly
 def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:
     """Both are stopped for longer than the silence that is allowed."""
     asked = [(path, body_for(path, 7, FAR)) for path in PATHS]
@@ -324,6 +325,7 @@ def test_without_a_key_of_the_router_a_lost_stream_ends_with_an_error() -> None:
     assert got.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.costly
 def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
     """Its server is lost, and answers 429 from then on."""
     first = b'data: {"text": "a"}\n\n'

@@ -111,7 +111,7 @@ from ropewalk.server.process.hangups import Hangups, end_at_once
 class Interrupted(io.RawIOBase):
     writable = lambda self: True
     def write(self, data):
-        if not said.pop():
+        if not said or not said.pop():
             return len(data)
         signal.raise_signal(signal.{name})
         print("went on")
@@ -136,6 +136,41 @@ def test_a_signal_in_the_middle_of_a_write_to_standard_error(name: str, said: st
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, said)
+
+
+_IN_A_LINE = """
+import signal, sys, time
+import structlog
+from ropewalk.server.log_lines import log_to_stderr
+from ropewalk.server.process.hangups import Hangups
+
+class Stream:
+    written = ""
+    def write(self, text):
+        if not self.written:
+            self.written = "a line"
+            signal.raise_signal(signal.SIGHUP)
+        self.written += text
+    def flush(self): pass
+    def isatty(self): return False
+
+sys.stderr = stream = Stream()
+log_to_stderr("json")
+log = structlog.get_logger()
+hangups = Hangups(log.info)
+log.info("loading")
+while "SIGHUP" not in stream.written:
+    time.sleep(0.01)
+print("told")
+"""
+
+
+def test_a_hangup_in_the_middle_of_a_line_of_the_log_is_told_behind_it() -> None:
+    """The line has a lock, which the handler of the signal must not wait for."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _IN_A_LINE], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.stdout == "told\n", ended.stderr
 
 
 def test_a_process_without_standard_files_ends_with_its_code() -> None:

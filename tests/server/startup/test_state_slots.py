@@ -145,6 +145,7 @@ def test_a_processor_whose_kernels_fail_is_told_as_the_reason(
     assert said.endswith("and these fail: LoweringError: no such vectors")
 
 
+@pytest.mark.costly
 def test_layers_with_other_states_are_refused_by_their_class() -> None:
     """The self-check says that a logit differs, and a probe finds the layer."""
     with pytest.raises(ModelError, match="FalconH1Mixer mixes tokens by a state of each sequence"):

@@ -72,7 +72,7 @@ def test_without_load_the_model_says_what_was_not_checked() -> None:
     assert not {"load", "self-check", "completion"} & set(found)
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("spoil", "part"),
     [(without_a_weight, "load"), (with_nan, "load"), (with_huge, "self-check")],

@@ -92,6 +92,7 @@ def compared(folder: Path, **changed: Any) -> CrossingReport:
     return run_crossings(load_settings({}), options, documents, Progress())
 
 
+@pytest.mark.costly(by="finished")
 def test_finished_cells_are_not_measured_again(
     finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

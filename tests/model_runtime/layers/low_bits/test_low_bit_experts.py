@@ -212,6 +212,7 @@ def test_experts_round_their_rows_as_linears_do(dtype: torch.dtype) -> None:
         assert torch.equal(found[rows], block.experts(x[rows], choice[rows], weights[rows]))
 
 
+@pytest.mark.costly
 def test_a_layer_with_one_matrix_of_floats_stays_floats(tmp_path: Path) -> None:
     """The plan says the same."""
     path = expert_file(tmp_path / "m.gguf", ("Q8_0", "Q8_0", "F32"), case="qwen3moe", width=64)

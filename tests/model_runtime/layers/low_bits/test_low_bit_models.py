@@ -67,7 +67,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.sampled(fixed=0, drawn=2)
+@pytest.mark.costly
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_model_answers_as_the_float_model_with_its_weights(

@@ -75,8 +75,8 @@ def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     assert planned.products("float32") == loaded.products
 
 
+@pytest.mark.costly
 # Several formats are compiled for fifteen seconds.
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("most", "others"),
     [
