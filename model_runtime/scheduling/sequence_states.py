@@ -207,7 +207,7 @@ class SequenceStates:
         """
         size = self.page_size
         last = min(len(sequence.token_ids) - 1, sequence.num_sharable) // size * size
-        sparse = range(begin // self._sparse * self._sparse + self._sparse, last, self._sparse)
+        sparse = range(0, last, self._sparse)
         return sorted({each for each in (*sparse, junction, last) if begin < each <= last})
 
     def _due(

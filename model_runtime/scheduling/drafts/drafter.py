@@ -68,9 +68,12 @@ def _key(token_ids: Sequence[int], end: int) -> int:
 
 
 def _match_length(token_ids: Sequence[int], end: int, context_ids: Sequence[int]) -> int:
-    """Return how many tokens before `end` are those at the end of the context."""
+    """Return how many tokens before `end` are those at the end of the context, an n-gram or more.
+
+    The n-gram before `end` is that at the end of the context.
+    """
     most = min(end, len(context_ids), _MOST_MATCH)
-    length = 0
+    length = _N
     while length < most and token_ids[end - 1 - length] == context_ids[-1 - length]:
         length += 1
     return length

@@ -29,6 +29,13 @@ def test_a_prediction_is_followed_and_found_again() -> None:
     assert proposed(drafter, [*prompt, 10, 11, 99, 12, 13, 14], 2) == [15, 16]
 
 
+def test_the_longer_match_is_continued_and_the_prediction_if_they_are_alike() -> None:
+    """The text and the prediction have the same n-gram, and go on differently."""
+    prediction, answer = [50, 12, 13, 14, 15], [99, 12, 13, 14]
+    assert proposed(Drafter(prediction), [70, 12, 13, 14, 20, *answer], 5) == [15]
+    assert proposed(Drafter(prediction), [99, 12, 13, 14, 20, *answer], 5, 1) == [20]
+
+
 def test_a_prediction_does_not_wait_for_the_index_of_a_long_prompt() -> None:
     """The prompt is indexed over many steps, and the first one has a draft."""
     prompt = [index % 1000 for index in range(20_000)]

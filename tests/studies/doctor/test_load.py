@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.server.startup import load_service
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.tokens import byte_tokenizer_fast
@@ -102,6 +103,14 @@ def test_an_error_of_the_program_has_the_exit_code_of_serve(
     monkeypatch.setattr(load_service, "load_served", load_served)
     code, found = findings("--load")
     assert (code, found["load"]["finding"]) == (1, "unexpected RuntimeError: out of chalk")
+    assert found["load"]["action"] == "set ROPEWALK_TRACEBACK=1 and run `serve`"
+
+    def refused(*_: object) -> None:
+        raise ModelError("no chalk")
+
+    monkeypatch.setattr(load_service, "load_served", refused)
+    code, found = findings("--load")
+    assert (code, found["load"]["finding"], found["load"]["action"]) == (2, "no chalk", None)
 
 
 def test_a_model_that_fails_its_check_is_not_loaded(tmp_path: Path) -> None:

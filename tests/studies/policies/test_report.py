@@ -114,6 +114,12 @@ def test_finished_cells_are_not_measured_again(
         row["perplexity"] for row in rows_of(compared(finished).outcomes)
     ]
     assert len(measured) == 1
+
+    def noted(*arguments: Any, **_: Any) -> list[Outcome]:
+        measured.append(arguments[2])
+        return [outcome(1.0, found=True)]
+
+    monkeypatch.setattr(crossing_run, "run_windows", noted)
     compared(tmp_path, seed=1, num_windows=1)
     assert measured[1:] == list(CROSSING_POLICIES)
 

@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 
+from ropewalk.model_runtime.engine.kv_disk import reader
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
@@ -148,3 +150,31 @@ def test_a_read_that_raises_anything_gives_its_memory_back() -> None:
         assert buffer is not None
         found.buffers.give(buffer)
     found.stop()
+
+
+def test_the_time_of_a_page_is_a_running_mean_and_patience_is_eight_times_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new time weighs a quarter: 4 s, then 8 s, are 5 s."""
+    clock, taken, woken = SimpleNamespace(now=100.0), [4.0, 8.0], threading.Event()
+
+    class Slow:
+        def read(self, key: bytes, into: memoryview) -> bool:
+            clock.now += taken.pop(0)
+            return True
+
+    monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 1.0)
+    monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    found, keys = Reader(Buffers(8, 2), Counting(), lambda _: None), [b"a", b"b"]
+    found.start(woken.set)
+    fetch = Fetch(keys, 0, wanted_pages(keys, 0, (None,), 16, set()), 0.0, [], [])
+    store: Any = Slow()
+    found.submit(store, fetch)
+    while not fetch.is_done:
+        assert woken.wait(60)
+        woken.clear()
+    found.stop()
+    assert found.page_s == 5.0
+    fetch.reading_since = clock.now
+    assert not found.hangs(fetch, clock.now + 40.0)
+    assert found.hangs(fetch, clock.now + 40.1)
