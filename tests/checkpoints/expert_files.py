@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType as Type
 
 from tests.checkpoints.gguf_cases import CASES
@@ -11,12 +12,12 @@ from tests.checkpoints.gguf_files import Written
 from tests.checkpoints.random_blocks import like
 
 # A file, and the types of gate, up and down; llama-quantize gives half of the downs of Q4_K_M six
-# bits. Each set of types takes seconds to compile.
+# bits. A set of several types takes up to a minute to compile.
 FILES = [
-    ("qwen3moe", ("Q4_K", "Q4_K", "Q6_K")),
+    pytest.param("qwen3moe", ("Q4_K", "Q4_K", "Q6_K"), marks=pytest.mark.long),
     ("mixtral", ("Q8_0", "Q8_0", "Q8_0")),
-    ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
-    ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
+    pytest.param("qwen3moe", ("Q4_K", "Q5_K", "MXFP4"), marks=pytest.mark.long),
+    pytest.param("mixtral", ("Q5_0", "IQ4_NL", "Q4_1"), marks=pytest.mark.long),
 ]
 
 

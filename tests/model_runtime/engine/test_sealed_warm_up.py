@@ -90,11 +90,11 @@ def test_no_request_compiles_a_kernel(kind: str, kernel: str, of: str) -> None:
     assert _last_line(_CACHES, kind, kernel, of) == "True []"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("int4", {}), ("auto", _RANGES)],
+    [pytest.param("int4", {}, marks=pytest.mark.long), ("auto", _RANGES)],
 )
-@pytest.mark.costly
 def test_no_draft_compiles_a_kernel(kind: str, options: dict[str, Any]) -> None:
     """Steps with drafts of a model with states run its own forward, with its own number types."""
     assert _last_line(_DRAFTS, kind, json.dumps(options)) == "True []"
