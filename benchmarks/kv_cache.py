@@ -179,7 +179,9 @@ def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None
 )
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
 @click.option("--rounds", default=10, show_default=True)
-@click.option("--resident", default=0, help="Tokens of full caches whose memory is told.")
+@click.option(
+    "--resident", default=0, help="Tokens of full caches whose memory is measured; 0: none."
+)
 @torch.inference_mode()
 def main(  # noqa: PLR0917
     model: Path,

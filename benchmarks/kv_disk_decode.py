@@ -59,7 +59,7 @@ Steps = NDArray[np.float64]  # [rounds, windows, steps of a page]
 
 
 class Window(NamedTuple):
-    """What some windows of decoding took."""
+    """The costs of some windows of decoding."""
 
     seconds: float
     thread_s: float  # processor time of the thread that computes

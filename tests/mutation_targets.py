@@ -23,12 +23,12 @@ class Target:
         for pattern in self.patterns:
             files = [each for each in sorted(ROOT.glob(pattern)) if each.name != "__init__.py"]
             if not files:
-                raise ValueError(f"no file matches {pattern!r} of tests/mutants.py")
+                raise ValueError(f"no file matches {pattern!r} of tests/mutation_targets.py")
             found += files
         return found
 
 
-# What a reader would call each of them -> the files and their tests, which take a minute at most.
+# The name of a part -> its files and their tests, which take a minute at most.
 TARGETS = {
     "scheduler": Target(
         tuple(

@@ -1,4 +1,4 @@
-"""The table of mutants follows the files, and a fault is told from a test that fails anyway."""
+"""The table of mutants follows the files, and a test that fails anyway notices no fault."""
 
 import ast
 import os

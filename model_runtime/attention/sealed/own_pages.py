@@ -40,6 +40,14 @@ class OwnPages:
     staged: Tensor  # numbers of all staged pages of the layer with the most, [G, K * E]
     store: "SealedCache"
 
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return whether each token's page is an open one, [T], and its number, [T].
+
+        The others are staged.
+        """
+        own_T = torch.from_numpy(self.own_T)
+        return own_T % 2 == 1, (-1 - own_T) // 2
+
     def layer(self, num_heads: int, num_numbers: int) -> Tensor:
         """Return the staged pages of a layer, [G, K, E]."""
         num_staged = len(self.staged)

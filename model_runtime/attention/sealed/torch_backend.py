@@ -32,6 +32,7 @@ class SealedTorchAttention(TorchAttention):
         super().__init__(batch)
         assert batch.own_pages is not None, "a batch for a cache that seals nothing"
         self._own: OwnPages = batch.own_pages
+        self._is_open_T, self._place_T = self._own.places()
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -41,9 +42,8 @@ class SealedTorchAttention(TorchAttention):
         staged_XKE = self._own.layer(*open_XKE.shape[1:])
         for open_page, stage in self._own.copies_C2:
             staged_XKE[stage] = open_XKE[open_page]
-        own_T, dim = torch.from_numpy(self._own.own_T), key_TKD.shape[2]
-        is_open_T, place_T = own_T % 2 == 1, (-1 - own_T) // 2
-        offset_T = self._batch.offset_T
+        is_open_T, place_T, offset_T = self._is_open_T, self._place_T, self._batch.offset_T
+        dim = key_TKD.shape[2]
         for exact_XKE, rows_T in ((open_XKE, is_open_T), (staged_XKE, ~is_open_T)):
             keys_XKDO, values_XKOV = self._exact(exact_XKE, dim)
             at = place_T[rows_T], offset_T[rows_T]
@@ -84,8 +84,8 @@ class SealedTorchAttention(TorchAttention):
             page = first // page_size
             after = min(end, (page + 1) * page_size)
             token = place.begin + first - place.first_position
-            code = int(self._own.own_T[token])
-            exact_XKE = (open_XKE if code % 2 else staged_XKE)[(-1 - code) // 2][None]
+            pages_XKE = open_XKE if self._is_open_T[token] else staged_XKE
+            exact_XKE = pages_XKE[self._place_T[token]][None]
             own_keys, own_values = self._exact(exact_XKE.float(), dim)
             span = Span([0] * (after - first), first, range(page + 1), place.table_id, range(0))
             part = replace(

@@ -27,7 +27,7 @@ _Hashes = NDArray[np.uint64]
 
 
 class Elsewhere:
-    """What earlier prompts held, as hashes in bounded memory."""
+    """Counts tokens by hashes of earlier prompts, in bounded memory."""
 
     def __init__(self, page_size: int) -> None:
         """Know nothing yet. A window has the tokens of a page."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# What differs between servers that answer alike.
+# Fields that differ between servers that answer alike.
 _OWN = frozenset({"created", "kv_cache"})
 _FINGERPRINTS = ("fingerprint", "arithmetic")
 _MOST_REASONS = 3  # in an answer

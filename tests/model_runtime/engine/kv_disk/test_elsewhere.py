@@ -23,7 +23,7 @@ class Plain:
         self._keys: set[bytes] = set()
 
     def note(self, domain: bytes, token_ids: list[int], keys: list[bytes], num_found: int) -> int:
-        """What `Elsewhere.note` returns, if no window is left out."""
+        """Return the result of `Elsewhere.note`, if no window is left out."""
         end = len(keys) * PAGE
         num_known = 0
         while num_known < len(keys) and keys[num_known] in self._keys:
@@ -53,7 +53,7 @@ def keys_of(domain: bytes, token_ids: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("overlap", [PAGE, 8])
 def test_counts_are_those_of_the_definition(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of documents in any order; if not all windows are known, a few tokens are missed."""
+    """Documents come in any order; if not all windows are known, a few tokens are missed."""
     monkeypatch.setattr(elsewhere, "_OVERLAP", overlap)
     for name in ("_NUM_WINDOWS", "_NUM_PAGES"):  # so large that no two entries share a place
         monkeypatch.setattr(elsewhere, name, 1 << 24)
