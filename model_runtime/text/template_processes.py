@@ -53,6 +53,10 @@ class TemplateExcessError(TemplateProblemError):
     """A template exceeds a limit, `takes more than ...`."""
 
 
+class _ProcessLostError(TemplateExcessError):
+    """A process ended before it had read what it was asked, so no template is the cause."""
+
+
 class _TemplateProcess:
     """One process. Only one thread at a time may use it."""
 
@@ -85,6 +89,8 @@ class _TemplateProcess:
         content = _packed({**asked, "seconds": seconds})
         try:
             answer = self._exchange(content, time.monotonic() + _SLOWEST * (seconds + 1))
+        except (BrokenPipeError, ConnectionResetError) as error:  # not of an end after the frame
+            raise _ProcessLostError(self._excess(error, seconds)) from error
         except OSError as error:
             raise TemplateExcessError(self._excess(error, seconds)) from error
         kind, text = answer[:1], answer[1:].decode(*ENCODING)
@@ -115,7 +121,7 @@ class _TemplateProcess:
             self._socket.settimeout(_left(end))
             num_bytes = self._socket.recv_into(view[at:])
             if not num_bytes:
-                raise ConnectionResetError("it has ended")
+                raise OSError("it has ended")  # after it has read the frame
             at += num_bytes
         return bytes(received)
 
@@ -170,19 +176,28 @@ class TemplateProcesses:
 
     def compile(self, template: str, seconds: float) -> frozenset[str]:
         """Compile a template and return the names that it reads. Raises TemplateProblemError."""
-        process = self._taken()
-        try:
-            return frozenset(json.loads(_compiled(process, template, seconds)))
-        finally:
-            self._put(process)
+        return frozenset(json.loads(self._asked(lambda each: _compiled(each, template, seconds))))
 
     def render(self, template: str, values: Mapping[str, Any], seconds: float) -> str:
         """Render a template. Raises TemplateProblemError."""
-        process = self._taken()
-        try:
+
+        def rendered(process: _TemplateProcess) -> str:
             if process.template != template:
                 _compiled(process, template, seconds)
             return process.ask({"values": values}, seconds)
+
+        return self._asked(rendered)
+
+    def _asked(self, ask: Callable[[_TemplateProcess], str]) -> str:
+        """Ask an idle process, or a new one. Raises TemplateProblemError."""
+        process = self._taken()
+        try:
+            try:
+                return ask(process)
+            except _ProcessLostError:
+                # Something killed an idle process, such as the kernel where memory runs out.
+                process = _started()
+                return ask(process)
         finally:
             self._put(process)
 

@@ -151,6 +151,18 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     assert children(os.getpid()).isdisjoint(killed)
 
 
+def test_a_process_that_dies_before_its_next_chat_costs_no_chat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed process counts as alive until the kernel has taken it down."""
+    plain = template(PLAIN)
+    kill_all()
+    # Here that moment never ends.
+    monkeypatch.setattr(template_processes._TemplateProcess, "is_alive", True)
+    assert plain.render(HELLO) == "Hello."
+    template_processes.template_processes().close()  # another killed one may be left
+
+
 @contextmanager
 def no_more_processes() -> Iterator[None]:
     """A machine without room for another process."""
