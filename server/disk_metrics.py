@@ -22,7 +22,6 @@ class DiskMetrics:
 
         `has_place`: there is a folder or a store. `has_memory`: pages are in host memory.
         """
-        self._has_place = has_place
         self._pages = factory.counter(
             "ropewalk_kv_disk_pages", "Pages of the tier on disk by event.", ["event"]
         )
@@ -41,19 +40,11 @@ class DiskMetrics:
         self._seconds = factory.counter(
             "ropewalk_kv_disk_seconds", "Time that reads and writes of files took.", ["way"]
         )
-        self._bytes = factory.gauge(
-            "ropewalk_kv_disk_bytes", "Size of the folder, as far as this server knows."
-        )
         self._paused = factory.gauge(
             "ropewalk_kv_disk_paused", "1 while reads or writes pause after a fault, else 0."
         )
-        self._info = factory.gauge(
-            "ropewalk_kv_disk_info",
-            "Always 1; servers that share pages have the same place.",
-            ["place"],
-        )
+        self._place = _PlaceMetrics(factory) if has_place else None
         self._memory = _MemoryMetrics(factory) if has_memory else None
-        self._place: str | None = None
         for event in _EVENTS:
             self._pages.labels(event)
         for reason in get_args(Reason):
@@ -71,15 +62,33 @@ class DiskMetrics:
         self._elsewhere.inc(counts.num_tokens_elsewhere)
         self._seconds.labels("read").inc(counts.read_s)
         self._seconds.labels("write").inc(counts.write_s)
-        if self._has_place:
-            self._bytes.set(counts.num_bytes)
         self._paused.set(counts.is_paused)
-        if self._memory is not None:
-            self._memory.add(counts)
-        if self._has_place and counts.place is not None and counts.place != self._place:
+        for each in (self._place, self._memory):
+            if each is not None:
+                each.add(counts)
+
+
+class _PlaceMetrics:
+    """The metrics of the folder or the store."""
+
+    def __init__(self, factory: "MetricFactory") -> None:
+        self._bytes = factory.gauge(
+            "ropewalk_kv_disk_bytes", "Size of the folder, as far as this server knows."
+        )
+        self._info = factory.gauge(
+            "ropewalk_kv_disk_info",
+            "Always 1; servers that share pages have the same place.",
+            ["place"],
+        )
+        self._name: str | None = None
+
+    def add(self, counts: "TierCounts") -> None:
+        """Take over the size, and the place's name if it has changed."""
+        self._bytes.set(counts.num_bytes)
+        if counts.place is not None and counts.place != self._name:
             self._info.clear()
             self._info.labels(counts.place).set(1)
-            self._place = counts.place
+            self._name = counts.place
 
 
 class _MemoryMetrics:

@@ -22,7 +22,8 @@ _TOTALS = {
     "requests_waiting": "ropewalk_requests_waiting",
     "kv_cache_tokens": "ropewalk_kv_cache_tokens",
 }
-_DISK_PAGES = "ropewalk_kv_disk_pages_total"  # absent without a tier on disk
+_DISK_PAGES = "ropewalk_kv_disk_pages_total"
+_DISK_BYTES = "ropewalk_kv_disk_bytes"  # absent without a folder or a store
 _MEMORY_PAGES = "ropewalk_kv_offload_pages_total"  # absent without pages in host memory
 _REQUESTS = "ropewalk_requests_total"
 _CACHE_BYTES = "ropewalk_kv_cache_bytes"
@@ -111,7 +112,7 @@ def read_stats(metrics: Metrics) -> Stats:
         ],
         kv_cache_usage_ratio=_only(samples[_CACHE_USAGE]),
         kv_cache_bytes=sum(int(each.value) for each in samples[_CACHE_BYTES]),
-        kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
+        kv_disk=_disk(samples) if _DISK_BYTES in samples else None,
         kv_offload=_offload(samples) if _MEMORY_PAGES in samples else None,
         **totals,
     )
@@ -131,7 +132,7 @@ def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
         pages_evicted=pages["evicted"],
         tokens_read=sum(values("tokens_read_total")),
         bad_files=sum(values("bad_files_total")),
-        bytes=max(values("bytes")),
+        bytes=max(int(each.value) for each in samples[_DISK_BYTES]),
         paused=any(values("paused")),
     )
 

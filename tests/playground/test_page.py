@@ -33,6 +33,7 @@ def test_a_prompt_is_completed(opened: Watched, server: Server) -> None:
     assert f"{answer['choices'][0]['rope']['factor']:g}x" in facts
 
 
+@pytest.mark.costly
 def test_one_click_compares_scaling_with_none(opened: Watched) -> None:
     """A value is found under the deployment's yarn and lost without, as docs/playground.md says."""
     told = re.findall(r"!\[(.*)\]\(images/playground-compare.png\)", PAGE.read_text())[0]
@@ -70,6 +71,7 @@ def test_stop_ends_the_request(opened: Watched, server: Server) -> None:
     expect(opened.page.locator("#load")).to_contain_text("running 0", timeout=10_000)
 
 
+@pytest.mark.costly
 def test_an_alternative_is_chosen_by_keyboard(opened: Watched) -> None:
     """Enter on a token opens its alternatives; choosing one continues from there."""
     opened.page.fill("#prompt", PROMPT)
@@ -95,6 +97,7 @@ def _code(page: Page, kind: str) -> str:
     return page.locator("#code").text_content() or ""
 
 
+@pytest.mark.costly
 def test_the_code_gives_the_same_text(opened: Watched, tmp_path: Path) -> None:
     """The curl and Python snippets are run as they stand."""
     opened.page.fill("#prompt", 'it\'s a "test" of $HOME and \\n żółw\n')
@@ -241,6 +244,7 @@ def test_the_files_are_small_and_ask_no_one_else() -> None:
         assert len(text.splitlines()) <= 350, path
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible(browser: Browser, server: Server, scheme: str) -> None:

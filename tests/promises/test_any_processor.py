@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", Way)
@@ -79,6 +80,7 @@ def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
         raise ModelError("as it was")
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("name", OLDER)
 def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:

@@ -127,6 +127,7 @@ def test_short_beside_long_on_the_embedded_model(
     assert sum(each > 4 for each in watched.profiles_per_call) >= 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "gpt_neox", "cohere2", "gemma3_text", "gpt_oss"]
 )

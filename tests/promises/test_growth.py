@@ -232,6 +232,7 @@ def test_pages_by_position_serve_prompts_of_every_tier(
     assert found == [0, 48, 112, 96, 0, 0, 0, 96]
 
 
+@pytest.mark.costly
 def test_crossings_happen_at_any_step_for_some_and_not_for_others(
     engines: EngineFactory,
 ) -> None:

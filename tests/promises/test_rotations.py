@@ -19,6 +19,7 @@ SHARED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("architecture", "change"),
     [

@@ -226,6 +226,7 @@ def test_other_architectures_keep_their_bits(engines: EngineFactory, name: str, 
     assert answer(engine, *asked) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_models_keep_their_bits(engines: EngineFactory, kind: str) -> None:
     """Open pages are then bfloat16."""

@@ -97,6 +97,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.costly
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_no_way_of_serving_changes_an_answer(

@@ -104,6 +104,7 @@ def _served(
     return results, counted
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("architecture", "dtype"), sampled(MATRIX, fixed=FIXED, drawn=1), ids=str)
 def test_no_draft_changes_a_bit_in_any_company(
     architecture: str,

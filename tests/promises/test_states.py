@@ -92,6 +92,7 @@ def test_preempted_requests_are_computed_again_to_the_same_bits(
     assert watched.num > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["grow", "grow-exact", "by_position"])
 def test_states_grow_beyond_the_native_length(
     hybrid: Checkpoint, engines: EngineFactory, policy: str

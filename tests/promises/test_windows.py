@@ -95,6 +95,7 @@ def grouped(engines: EngineFactory, name: str, **config: Any) -> Engine:
     return engines.over(windowed(name), page_groups=groups, **{**WHOLE, **config})
 
 
+@pytest.mark.costly
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_no_way_of_serving_changes_an_answer(

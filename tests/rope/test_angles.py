@@ -14,6 +14,7 @@ from ropewalk.rope import (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_error_stays_near_rounding_up_to_four_million(page_size: int, theta: float) -> None:

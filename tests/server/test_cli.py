@@ -56,6 +56,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         assert line in server.banner
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -98,6 +99,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         load_service(load_settings(flags))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -196,6 +198,7 @@ def test_tokens_are_sent_without_nagles_delay() -> None:
         assert listener.proto == socket.IPPROTO_TCP
 
 
+@pytest.mark.costly
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
     """An interrupted process exits by the signal or with code 0, without a traceback."""
     log = (tmp_path / "log").open("w+")

@@ -219,7 +219,7 @@ def test_host_memory_of_a_gpu_is_planned_and_told(embedded: Any, tmp_path: Path)
 
 
 def test_metrics_of_host_memory_exist_with_it_only() -> None:
-    """The size of a folder stays zero without one."""
+    """Without a folder or a store there is no size of one."""
     counts = TierCounts(num_bytes=7, num_memory_bytes=500, place="at random")
     counts.memory["read"] = 3
     for has_memory in (False, True):
@@ -227,7 +227,7 @@ def test_metrics_of_host_memory_exist_with_it_only() -> None:
         metrics = DiskMetrics(factory, has_place=not has_memory, has_memory=has_memory)
         metrics.add(counts)
         found = factory.registry.get_sample_value
-        assert found("ropewalk_kv_disk_bytes") == (0 if has_memory else 7)
+        assert found("ropewalk_kv_disk_bytes") == (None if has_memory else 7)
         info = found("ropewalk_kv_disk_info", {"place": "at random"})
         assert info == (None if has_memory else 1)  # no other server shares its pages
         assert found("ropewalk_kv_offload_bytes") == (500 if has_memory else None)

@@ -89,6 +89,7 @@ def test_a_wrong_key_is_found_before_anything_is_imported(tmp_path: Path) -> Non
     assert last == "code 2 imported []"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -129,6 +129,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("share", [1.0, 0.5])

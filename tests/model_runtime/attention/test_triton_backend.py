@@ -116,6 +116,7 @@ def test_a_taken_over_model_answers_as_before(
     assert checkpoint.report.difference <= checkpoint.report.threshold
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("page_size", "window", "has_sinks"),

@@ -103,6 +103,7 @@ def test_the_library_reads_all_prompts_in_one_call(name: str, library: Calls) ->
     assert library.num_prompts == [sum(queries > 1 for _, queries in case.spans)]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", OWN_CASES)
 def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Calls) -> None:
@@ -111,6 +112,7 @@ def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Call
     assert not library.num_prompts
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["plain", "window, sinks", "partial rotary", "page of 24", "one head for all", "f16"]
@@ -121,6 +123,7 @@ def test_our_kernel_reads_all_prompts(name: str, monkeypatch: pytest.MonkeyPatch
     check(Case(**{"spans": SPANS, **HALF, **CASES[name]}))  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("most_keys", [1, 150, 300])
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -164,6 +167,7 @@ def test_features_do_not_disturb_each_other(
     )
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("more", "launches"),

@@ -48,6 +48,7 @@ def _poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(("name", "layer", "page"), CASES)
 def test_reads_equal_the_distances_in_float64(name: str, layer: str, page: int) -> None:

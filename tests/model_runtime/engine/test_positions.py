@@ -63,6 +63,7 @@ def numbers(result: Result) -> tuple[Any, ...]:
     return result.token_ids, result.prompt_logprob_values(), result.logprobs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", METHODS)
 def test_a_forward_of_4_l_equals_the_transcribed_reference(
     engines: EngineFactory, name: str
@@ -123,6 +124,7 @@ def test_a_checkpoint_with_dual_chunk_attention_is_served_as_trained(
         assert float((torch.tensor(got).double() - expected).abs().max()) < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", METHODS)
 def test_under_always_no_policy_and_no_length_changes_a_bit(
     engines: EngineFactory, llama_checkpoint: Checkpoint, name: str
@@ -161,6 +163,7 @@ def test_pinned_is_native_up_to_l_and_the_method_beyond(
     assert results[2] == results[3]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens_a_step", [5, 16, 47, 512])
 def test_neighbours_chunks_and_prefixes_change_no_bit(
     engines: EngineFactory, llama_checkpoint: Checkpoint, tokens_a_step: int

@@ -40,6 +40,7 @@ def test_the_page_is_written_from_the_tables() -> None:
     assert (Path(__file__).parents[3] / "docs" / "gguf.md").read_text() == page()
 
 
+@pytest.mark.sampled
 def test_weights_and_logits_are_those_of_the_written_model(
     case_and_file: tuple[Case, Path],
 ) -> None:

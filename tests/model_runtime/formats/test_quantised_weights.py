@@ -79,6 +79,7 @@ def found_weight(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any])
             return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_are_those_of_the_reference_to_the_bit(

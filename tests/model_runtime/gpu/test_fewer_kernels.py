@@ -168,6 +168,7 @@ def replaced(architecture: str, **overrides: Any) -> tuple[dict[str, int], float
     return {**numbers, "linked": len(linked)}, apart
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(drawn=1)
 @pytest.mark.parametrize(
     ("architecture", "norms_per_layer", "num_gates"),
@@ -286,6 +287,7 @@ def test_a_layer_with_an_output_of_another_dtype_is_left() -> None:
         hook.remove()
 
 
+@pytest.mark.costly
 def test_a_failed_forward_leaves_no_sum_and_no_norm() -> None:
     """The memory may be that which the retry needs."""
     model: Any = tiny_model("llama").to(DEVICE)

@@ -59,6 +59,7 @@ def test_linears_with_one_input_are_found(architecture: str, groups: list[list[s
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
 def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
     """The reference is the same model, patched with its own linears and norms."""

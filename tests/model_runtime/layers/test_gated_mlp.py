@@ -141,6 +141,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "phi3", "glm4"])
 def test_blocks_answer_as_before(architecture: str, dtype: torch.dtype) -> None:

@@ -57,6 +57,7 @@ class Widths:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     """Two sequences run, one of them in chunks; a decode step then reads the written cache."""
@@ -90,6 +91,7 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
             torch.testing.assert_close(few_RV, all_RV, atol=checkpoint.report.threshold, rtol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rows", "computed"),
     [(range(LONG - 1, LONG), 1), (range(0), 1), (range(LONG), LONG), (range(5), 5)],
@@ -118,6 +120,7 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
         assert torch.equal(few_RV, all_RV)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v2", "deepseek_v3"])
 def test_cached_rotated_keys_give_the_same_logits_under_one_table(
     architecture: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_few_rows_have_the_bits_of_many(
         assert torch.equal(few, many), rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "way"), WAYS)
 @pytest.mark.parametrize("unit", [0.0, 1 / 64])
 def test_the_first_weight_of_a_shape_does_not_decide(

@@ -116,6 +116,7 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
     assert checkpoint.report.bitwise
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "architecture"), KNOWN, ids=lambda each: getattr(each, "__name__", each)
 )

@@ -40,6 +40,7 @@ def test_every_decoder_with_rotation_is_on_a_list() -> None:
     assert set(listed) - rotating <= {"gpt2"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [

@@ -64,6 +64,7 @@ def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -
     assert set(rows) <= set(written.splitlines())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
@@ -89,6 +90,7 @@ def test_soft_caps_and_sinks_are_honoured() -> None:
         assert report.difference <= report.threshold < 1e-2
 
 
+@pytest.mark.costly
 def test_pairing_width_and_layer_types_are_probed() -> None:
     """Pairs are half-split or interleaved, whole or partial, by layer type, or absent."""
     plans, _ = patched("gpt_neox")

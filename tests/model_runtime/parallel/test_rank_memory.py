@@ -59,6 +59,7 @@ def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
     assert not any(isinstance(each, MappedLinear) for each in shared.model.modules())
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_a_rank_holds_its_share_of_the_cache(ranks: Ranks) -> None:
@@ -68,6 +69,7 @@ def test_a_rank_holds_its_share_of_the_cache(ranks: Ranks) -> None:
     assert mirrored._store.num_bytes * ranks.size == alone._store.num_bytes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_larger_served_type_is_made_from_each_part(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

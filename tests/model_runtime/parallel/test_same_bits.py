@@ -87,6 +87,7 @@ def compare(
             assert float((got_RV - wanted_RV).abs().max()) <= alone.report.threshold, f"step {step}"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("ranks", "architecture"),
     sampled(
@@ -108,6 +109,7 @@ def test_position_methods_read_alike_on_ranks(ranks: Ranks) -> None:
     compare(ranks, whole("llama"), divided(ranks, "llama"), profiles)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("ranks", "architecture"),
     sampled([(2, "llama"), (4, "phi"), (4, "qwen3")]),
@@ -119,6 +121,7 @@ def test_bfloat16_logits_are_those_of_one_process(ranks: Ranks, architecture: st
     compare(ranks, whole(architecture, "bfloat16"), shared)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_an_engine_on_ranks_gives_the_same_answers(
     ranks: Ranks, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch

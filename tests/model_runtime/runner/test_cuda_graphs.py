@@ -125,6 +125,7 @@ def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature
     assert len({*one[1], *two[1], *three[1]}) > 2, "the tokens do not differ"
 
 
+@pytest.mark.costly
 def test_rows_that_were_not_sent_are_sent_again(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_step_that_cannot_be_recorded_is_queued(
     assert runner._graphs is None
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError()])
 def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: RuntimeError) -> None:

@@ -58,6 +58,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores[0].softmax(-1)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(drawn=3)
 @pytest.mark.parametrize(
     "options",

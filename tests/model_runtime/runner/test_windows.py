@@ -125,6 +125,7 @@ def backend_of(kind: str) -> type[Backend] | None:
     return TorchAttention if kind == "torch" else None
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "name", "method"), [*CASES, *TRITON], ids=str)
 def test_logits_have_the_bits_of_pages_of_all_layers(kind: str, name: str, method: object) -> None:
     """Prompts, decodes and both, with a call a layer and with one call a step."""
@@ -156,6 +157,7 @@ def test_sinks_in_some_layers_and_windows_in_others(backend: type[Backend] | Non
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "name", "method"), [*RECORDED, *TRITON], ids=str)
 def test_recorded_steps_follow_the_tables_of_all_groups(
     kind: str, name: str, method: object
@@ -180,6 +182,7 @@ def compiled(checkpoint_runner: ModelRunner) -> int:
     return sum(len(each.signatures) for each in kernels)
 
 
+@pytest.mark.costly
 def test_groups_compile_no_kernel_of_their_own() -> None:
     """Tables of each group have the memory order of one table, so the kernels are the same."""
     runner = runner_of(None, None)
@@ -233,6 +236,7 @@ def test_tensors_are_shared_by_the_layers_of_a_place() -> None:
     assert len({id(grouped.pages(layer)[0]) for layer in range(4)}) == 1
 
 
+@pytest.mark.costly
 def test_a_layer_that_reads_more_than_its_group_keeps_is_refused() -> None:
     """A wrong config must not become wrong answers."""
     narrow = PageGroups(GROUPS.layers, (None, *[WINDOW - 1] * 3))

@@ -54,6 +54,7 @@ def step(plan: Scheduler) -> None:
             each.token_ids.append(7)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["pinned", "grow", "grow-exact", "by_position"])
 def test_the_pool_stays_bounded_over_100_000_tokens(policy: Policy) -> None:
     """Decoding holds the pages of 5 sinks and 20 recent tokens, and a page or two beside them."""

@@ -87,6 +87,7 @@ def test_the_same_alone_and_in_a_batch(
     assert answer(engines.over(embedded), *without) == alone[3:5]
 
 
+@pytest.mark.costly
 def test_preemption_and_crossings_change_nothing(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_stop_string_ends_the_answer_where_it_stands(
     assert "end" not in found.text
 
 
+@pytest.mark.costly
 def test_a_model_without_end_tokens_ends_with_its_grammar(engines: EngineFactory) -> None:
     """The model's vocabulary is wider than the tokenizer's; unknown tokens are never sampled."""
     checkpoint = tiny_checkpoint("llama", vocab_size=300)

@@ -52,6 +52,7 @@ def template(text: str, seconds: float = SECONDS) -> ChatTemplate:
     return ChatTemplate(text, byte_tokenizer_fast().special_tokens_map, seconds)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WHEN_RENDERED)
 def test_a_template_that_exceeds_its_limits_is_refused(name: str) -> None:
     """The chat gets a sentence, a start another one; the next chat is rendered."""
@@ -116,6 +117,7 @@ def test_values_of_a_subclass_are_plain_in_a_template() -> None:
     )
 
 
+@pytest.mark.costly
 def test_many_that_loop_hold_up_no_other() -> None:
     """Seven loop at once, and one more chat has its own process meanwhile."""
     looping, plain = template(LOOP, 0.4), template(PLAIN)
@@ -211,6 +213,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.costly
 @needs_proc
 def test_the_processes_end_with_the_server() -> None:
     """Also if it is killed while one of them loops."""

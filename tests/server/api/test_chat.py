@@ -129,6 +129,7 @@ def test_logprobs_have_the_chat_shape(chatty: openai.OpenAI) -> None:
     assert [each.top_logprobs for each in bare.choices[0].logprobs.content] == [[], []]  # type: ignore[union-attr]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_filling", "rope", "end", "factor"),
     [
@@ -330,6 +331,7 @@ def test_values_that_change_nothing_are_accepted(chatty: openai.OpenAI) -> None:
     )
 
 
+@pytest.mark.costly
 def test_a_template_that_loops_on_a_message_ends_that_chat_only(templated: Server) -> None:
     """Seven such chats once held every thread that tokenises, for ever."""
 

@@ -190,6 +190,7 @@ def test_stop_strings_end_the_text(openai_client: openai.OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.costly
 def test_many_at_once_answer_as_one_by_one(server: Server, openai_client: openai.OpenAI) -> None:
     """Sixteen clients send prompts of different lengths."""
     from concurrent.futures import ThreadPoolExecutor
@@ -229,6 +230,7 @@ def test_tokenize(server: Server) -> None:
     assert httpx.post(f"{server.url}/tokenize", json=bare).json()["tokens"] == answer["tokens"][1:]
 
 
+@pytest.mark.costly
 def test_several_prompts_with_several_answers_each(
     server: Server, openai_client: openai.OpenAI
 ) -> None:

@@ -153,6 +153,7 @@ def test_a_reported_object_by_position_finds_the_pages_of_its_prompt(two: Server
     assert again["choices"][0]["rope"]["factor"] == 2
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(REPLICAS is not None, reason="two engines have no step in common")
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
     """Answers of both deployments have equal bits, though both run in the same steps."""
@@ -178,6 +179,7 @@ def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
     assert together[0]["text"] != together[1]["text"]
 
 
+@pytest.mark.costly
 def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
     """The cost shows in the echoed logprobs and equals that of transformers' static YaRN."""
     prompts = short_prompts(two)

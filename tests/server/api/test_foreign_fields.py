@@ -91,6 +91,7 @@ def test_a_schema_under_vllms_names_is_that_of_response_format(
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(found))
 
 
+@pytest.mark.sampled
 @BOTH
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize(

@@ -294,6 +294,7 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
     assert slowest < QUICK_S
 
 
+@pytest.mark.costly
 def test_the_limits_are_the_operators() -> None:
     """All settings of the operator reach the compiler."""
     flags = {

@@ -107,6 +107,7 @@ def test_the_page_can_be_read_without_sight_or_mouse(page: str) -> None:
     assert labels <= set(tags.values("id"))
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_every_example_is_answered(tmp_path: Path) -> None:
     """A shell runs each example as the page has it, against a server that asks for a key."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _COMMAND = """
 import sys
 sys.modules["ray"] = None  # as if it were not installed
@@ -11,6 +13,7 @@ ropewalk(["serve", "--port", "0", "--replicas", "2"])
 """
 
 
+@pytest.mark.costly
 def test_replicas_without_ray_are_one_sentence() -> None:
     """It names the extra, and the code is 2."""
     ended = subprocess.run(

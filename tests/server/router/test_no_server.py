@@ -22,6 +22,7 @@ def test_without_a_server_looks_fail_at_once_and_generation_waits() -> None:
             httpx.post(f"{router.url}/v1/completions", json={}, timeout=0.5)
 
 
+@pytest.mark.costly
 def test_a_look_waits_for_the_first_check_of_a_server() -> None:
     """A router that has just begun to listen does not know yet that its server is ready."""
     with other_server() as server:

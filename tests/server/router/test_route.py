@@ -125,6 +125,7 @@ def alone(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[list[
         return list(pool.map(stream, asked))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("path", PATHS)
 def test_answers_are_those_of_a_server(path: str, router: str, servers: list[Server]) -> None:
     """Streams and whole answers, but for ids and times."""
@@ -202,6 +203,7 @@ def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
     assert len({each["text"] for each in answers[0]["choices"]}) == 3
 
 
+@pytest.mark.costly
 def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[Server]) -> None:
     """One server is stopped in mid-answer (SIGSTOP); both APIs of each kind lose nothing."""
     asked = [(path, body_for(path, 5, FAR)) for path in PATHS]
@@ -293,6 +295,7 @@ def beside(server: Server, *flags: str) -> Iterator[tuple[str, OtherServer]]:
             yield url, other
 
 
+@pytest.mark.costly
 def test_other_bytes_end_a_stream_with_an_error(servers: list[Server]) -> None:
     """A client gets the other server's text and an error, and no text of the second server."""
     first = b'data: {"text": "a text that no model gives"}\n\n'
@@ -350,6 +353,7 @@ def test_a_server_that_is_full_stays_chosen(code: str) -> None:
                 assert metric(url, 'servers{state="ready"}') == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_passed_by(status: int, servers: list[Server]) -> None:
     """A request goes on to the other one; without another one the client gets the refusal."""
@@ -375,6 +379,7 @@ def test_a_mistake_is_not_sent_again(servers: list[Server]) -> None:
         assert len(refused) == other.num_asked > 0
 
 
+@pytest.mark.costly
 def test_a_server_of_another_model_takes_no_requests(servers: list[Server]) -> None:
     """The larger number of equal servers decides, and a server that is alone decides for itself."""
     with other_server() as other:

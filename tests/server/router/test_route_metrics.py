@@ -76,6 +76,7 @@ def test_metrics_of_the_fleet_need_the_keys_that_the_servers_ask_for() -> None:
         assert "ropewalk_generated" not in httpx.get(f"{url}/metrics", headers=wrong).text
 
 
+@pytest.mark.costly
 def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -> None:
     """The client has what came before. A request without an answer gets 503."""
     first = b'data: {"text": "a"}\n\n'

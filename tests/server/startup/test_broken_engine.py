@@ -22,6 +22,7 @@ def status(url: str, path: str) -> int:
     return httpx.get(url + path, timeout=20).status_code
 
 
+@pytest.mark.costly
 def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
     """Streams end with an error event, and requests and probes get 503."""
     with process(tmp_path, module=MODULE) as started:

@@ -66,6 +66,7 @@ def test_numbers_that_no_model_has_are_refused(
     assert told in refusal(model, tmp_path)
 
 
+@pytest.mark.costly
 def test_serve_says_the_same_before_torch_is_imported(model: Path, tmp_path: Path) -> None:
     """The count of layers kept `config check` busy for ever."""
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 10**9}))
@@ -111,6 +112,7 @@ def test_an_index_names_files(model: Path, tmp_path: Path, names: Any) -> None:
     assert refusal(model, tmp_path).endswith(f"{INDEX} is no index of weights")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rest", "got"), [({}, "None"), ({"metadata": None}, "None"), ({"metadata": [3]}, "[3]")]
 )
@@ -195,6 +197,7 @@ def test_heads_divide_the_width_where_transformers_demands_it() -> None:
         assert (impossible({**values, "model_type": kind}) is not None) is is_refused, kind
 
 
+@pytest.mark.costly
 def test_keys_that_others_can_read_are_told_without_the_key(tmp_path: Path) -> None:
     """A command line is in `ps`; a file that only its owner reads has no warning."""
     file = tmp_path / "keys"

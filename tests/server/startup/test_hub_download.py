@@ -102,6 +102,7 @@ def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         assert checked.stderr.startswith("ropewalk: revision v2 of owner/small does not exist")
 
 
+@pytest.mark.costly
 def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither downloads weights; `inspect` counts parameters when they are cached."""
     with serving(FakeHub({MODEL: {"main": FILES}})) as hub:

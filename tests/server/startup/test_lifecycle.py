@@ -287,6 +287,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert sorted(re.findall(r" status=(\d+)", "".join(requests))) == ["200", "503"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("arguments", [("route", "http://127.0.0.1:9"), ("serve",)])
 def test_a_log_that_nobody_reads_ends_nothing(arguments: tuple[str, ...]) -> None:
     """The reader of standard error has left. Requests are answered, and a signal ends it."""

@@ -22,6 +22,7 @@ def test_the_environment_may_say_otherwise() -> None:
     assert environment == {"GOMP_SPINCOUNT": "1000"}
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 def test_torchs_openmp_takes_it() -> None:
     """The variable is set before torch's OpenMP reads it."""

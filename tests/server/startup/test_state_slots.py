@@ -84,6 +84,7 @@ def test_memory_for_less_than_a_slot_and_a_page_is_refused(embedded: Any) -> Non
         planned(embedded, kv_cache_gib=str(1 / 1024))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "lfm2", "lfm3"])
 def test_a_config_tells_the_states_that_a_load_finds(architecture: str) -> None:
     """Planning reads no weights."""

@@ -156,6 +156,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "mistral"])
 def test_resident_tensors_are_what_the_plan_counts(name: str, kind: str) -> None:

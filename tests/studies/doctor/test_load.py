@@ -113,6 +113,7 @@ def test_an_error_of_the_program_has_the_exit_code_of_serve(
     assert (code, found["load"]["finding"], found["load"]["action"]) == (2, "no chalk", None)
 
 
+@pytest.mark.costly
 def test_a_model_that_fails_its_check_is_not_loaded(tmp_path: Path) -> None:
     """The line says so."""
     code, found = findings(str(tmp_path), "--load")

@@ -25,6 +25,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.costly
 def test_a_run_has_both_tasks_beside_the_others(tmp_path: Path) -> None:
     """Numbers are those of RULER's rule over the files, and positions those of its expression."""
     content = squad(12)

@@ -36,6 +36,7 @@ def upstream_score(path: Path) -> float:
     return round(sum(shares) / len(shares) * 100, 2)
 
 
+@pytest.mark.costly
 def test_a_run_writes_what_upstreams_scorer_reads(tmp_path: Path) -> None:
     """The numbers of the report are those of RULER's rule over the files."""
     lens = ",".join(map(str, LENS))

@@ -113,6 +113,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Checkpoint]:
     return untouched, checkpoint_of(tiny_model(request.param))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_crossings", [1, 2])
 @pytest.mark.parametrize("method", ["yarn", "linear"])
 def test_stale_keys_equal_a_forward_whose_rows_were_rotated_at_their_own_time(
@@ -189,6 +190,7 @@ def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: CrossingWin
     return list(outcome(checkpoint, policy, whole).nll)
 
 
+@pytest.mark.costly
 def test_windows_do_not_depend_on_those_beside_them(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:

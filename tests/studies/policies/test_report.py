@@ -124,6 +124,7 @@ def test_finished_cells_are_not_measured_again(
     assert measured[1:] == list(CROSSING_POLICIES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

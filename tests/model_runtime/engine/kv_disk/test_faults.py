@@ -69,6 +69,7 @@ def a_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

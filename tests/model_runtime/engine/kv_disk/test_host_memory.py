@@ -92,6 +92,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits(
     }
 
 
+@pytest.mark.costly
 def test_answers_under_load_have_the_same_bits(
     engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

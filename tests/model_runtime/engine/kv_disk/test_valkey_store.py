@@ -142,6 +142,7 @@ def of_another_type(client: Any, name: bytes) -> None:
     client.rpush(name, "a", "b")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -106,6 +106,7 @@ def linear_of(
     return LowBitLinear(panels, bias, dtype)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

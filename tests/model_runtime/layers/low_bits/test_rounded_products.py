@@ -117,6 +117,7 @@ def products_of(type_name: str, dtype: torch.dtype) -> tuple[LowBitProduct, LowB
     return product, linear
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("type_name", BY_TYPE)
