@@ -38,7 +38,8 @@ METHODS = [None, ReRope(20), Sinks(4, 30)]
 # Sinks are not served where layers rotate otherwise.
 SERVED = [each for each in product(MODELS, METHODS) if each != ("gemma3_text", METHODS[2])]
 # Interpreted kernels take half a minute.
-TRITON = [pytest.param("triton", *each, marks=pytest.mark.costly) for each in SERVED]
+# A minute and a half in the interpreter.
+TRITON = [pytest.param("triton", *each, marks=pytest.mark.long) for each in SERVED]
 CASES = sampled(
     [(kind, *each) for kind in ("device", "torch") for each in SERVED],
     fixed=[(kind, name, None) for kind in ("device", "torch") for name in MODELS],

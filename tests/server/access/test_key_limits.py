@@ -77,6 +77,7 @@ async def beside(
         return [answer for answer, _ in await asyncio.gather(*many)], seconds
 
 
+@pytest.mark.costly
 def test_a_crowd_keeps_to_its_bounds_and_another_key_does_not_wait(limited: Server) -> None:
     """Each of the 200 is answered or refused at once, and every counter agrees."""
     first = len(limited.log)

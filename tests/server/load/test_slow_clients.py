@@ -176,6 +176,7 @@ def all_is_freed(server: Server, descriptors: int) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("sent", "first", "limit"),
@@ -205,6 +206,7 @@ def test_requests_that_come_byte_by_byte_delay_no_others(
     all_is_freed(patient, descriptors)
 
 
+@pytest.mark.costly
 def test_more_idle_connections_than_allowed_delay_no_requests(patient: Server) -> None:
     """Open descriptors stay below the cap, if there is one."""
     idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
