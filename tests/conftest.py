@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"left out: {cases} cases of matrices, {costly} costly tests (SAMPLE=all runs them)"
         )
+    if config.option.durations:
+        _write_files(terminalreporter, config.option.durations)
+
+
+def _write_files(terminalreporter: Any, number: int) -> None:
+    """Say which files took longest, with what their tests set up."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for each in reports:
+            if isinstance(each, pytest.TestReport):
+                seconds[each.nodeid.partition("::")[0]] += each.duration
+    terminalreporter.section(f"slowest files, of {seconds.total():,.0f} s")
+    for name, taken in seconds.most_common(number):
+        terminalreporter.write_line(f"{taken:7.2f}s {name}")
 
 
 @pytest.hookimpl(trylast=True)
