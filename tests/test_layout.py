@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from graphlib import TopologicalSorter
@@ -71,7 +72,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
 }
 MOST_ROOMS = 13  # of a package
-MOST_FILES = 14  # of a folder, `__init__` not counted
+MOST_FILES = 12  # of a folder, `__init__` not counted
+FEWEST_LINES = 40  # of a file with one importer
+APART = "file of its own"  # in the docstring of a shorter one, which says why
 MOST_LINES_WITHOUT_DOCSTRING = 3  # of the body of a public function
 
 
@@ -94,6 +97,22 @@ def modules(path: Path) -> frozenset[str]:
 def imported(path: Path) -> set[str]:
     """Top-level names that a file imports."""
     return {name.partition(".")[0] for name in modules(path)}
+
+
+def named_sources() -> dict[str, Path]:
+    """Return the sources by the names of their modules, without `ropewalk`."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules of ours that each module imports when it runs."""
+    names = named_sources()
+    return {
+        name: {each for found in modules(path) for each in (found, found.rpartition(".")[0])}
+        & {*names} - {name}
+        for name, path in names.items()
+    }
 
 
 def offenders(paths: Iterable[Path], is_wrong: Callable[[Path], bool]) -> list[str]:
@@ -121,13 +140,20 @@ def test_folders_import_what_their_table_says(package: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside of functions count, and those for annotations do not."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
-    imports = {
-        name: {each for found in modules(path) for each in (found, found.rpartition(".")[0])}
-        & {*names} - {name}
-        for name, path in names.items()
-    }
-    TopologicalSorter(imports).prepare()  # raises CycleError with the circle
+    TopologicalSorter(imports()).prepare()  # raises CycleError with the circle
+
+
+def test_a_short_file_with_one_importer_says_why_it_stands_alone() -> None:
+    """Else it lives in its importer: a reader opens one file for one thought."""
+    num_importers = Counter(name for names in imports().values() for name in names)
+    found = []
+    for name, path in named_sources().items():
+        text = path.read_text()
+        if num_importers[name] == 1 and text.count("\n") < FEWEST_LINES and path.name[0] != "_":
+            told = ast.get_docstring(ast.parse(text)) or ""
+            if APART not in " ".join(told.split()):
+                found.append(f"{name}, {text.count(chr(10))} lines")
+    assert not found, f"each lives in its importer, or says why it is a {APART}: {found}"
 
 
 @pytest.mark.parametrize("package", ROOMS)

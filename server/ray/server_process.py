@@ -3,17 +3,14 @@
 The server ends with the actor. Standard input stays open as long as the actor lives.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 from typing import Any, TextIO
 
+from ropewalk.model_runtime.child_process import end_with_parent
 from ropewalk.server.process.preflight import bound_memory, wait_briefly
-
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main() -> None:
@@ -21,9 +18,8 @@ def main() -> None:
     bound_memory()
     wait_briefly()
     stated: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    if sys.platform == "linux":  # then it ends also if it is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    end_with_parent()  # by the kernel, so it ends also if it is stopped
+    threading.Thread(target=_wait_for_parent, name="parent", daemon=True).start()
     # Nothing else is imported before the memory is bounded.
     from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
     from ropewalk.server.sentences import DIED, Teller, sentences  # noqa: PLC0415
@@ -62,7 +58,7 @@ def _tell(news: TextIO, told: dict[str, str]) -> None:
     news.flush()
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent() -> None:
     from ropewalk.server.sentences import DIED  # noqa: PLC0415
 
     while os.read(0, 4096):

@@ -47,12 +47,12 @@ def load_model_tokenizer(settings: ServeSettings) -> "Tokenizer":
     """Load the tokenizer of the settings' model without its weights. Raises ModelError."""
     source = find_model(settings, weights=False).folder
     if source.is_file():
-        from ropewalk.model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
+        from ropewalk.model_runtime.loading.files.gguf_checkpoint import (  # noqa: PLC0415
             load_gguf_tokenizer,
         )
 
         return load_gguf_tokenizer(source)[0]
-    from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
+    from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     return load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
-from ropewalk.server.startup.planning.context_buckets import default_context_buckets
+from ropewalk.server.startup.planning.serving_plan import default_context_buckets
 from tests.servers.processes import Server, running_server, without_replicas
 
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]

@@ -15,7 +15,7 @@ from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.file_versions import file_versions
+from ropewalk.model_runtime.loading.files.file_versions import file_versions
 from ropewalk.model_runtime.request import Output, Request
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result
