@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.real_prometheus import DOCKER, wait_until
+from tests.servers.processes import end
 
 _STOP_S = 20
 # Debian's and the image's own nginx.conf include files of /etc/nginx/conf.d in the same place.
@@ -99,9 +100,4 @@ def running_nginx(folder: Path, *urls: str) -> Iterator[Nginx]:
         wait_until(is_listening, "listening")
         yield Nginx(f"http://{listen}", folder)
     finally:
-        process.terminate()  # the master, which ends its workers
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, _STOP_S)  # the master, which ends its workers

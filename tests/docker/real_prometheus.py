@@ -15,6 +15,8 @@ import httpx
 import pytest
 import yaml
 
+from tests.servers.processes import end
+
 DOCKER = Path(__file__).resolve().parent.parent.parent / "docker"
 _READY_S, _STOP_S = 30, 20
 
@@ -110,9 +112,4 @@ def running_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
         wait_until(is_ready, "ready")
         yield prometheus
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, _STOP_S)
