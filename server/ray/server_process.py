@@ -23,9 +23,9 @@ def main() -> None:
     # Nothing else is imported before the memory is bounded.
     from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
     from ropewalk.server.sentences import DIED, Teller, sentences  # noqa: PLC0415
-    from ropewalk.server.serve_command import serve_settings  # noqa: PLC0415
     from ropewalk.server.settings.load import load_settings  # noqa: PLC0415
     from ropewalk.server.startup.gate import checked  # noqa: PLC0415
+    from ropewalk.server.startup.start import serve_model  # noqa: PLC0415
 
     class News(Teller):
         """Tells the parent where the server listens, and why it does not."""
@@ -40,7 +40,7 @@ def main() -> None:
     with sentences(News()) as teller:
         settings = load_settings(stated)
         log_to_stderr(settings.log_format, settings.log_level)
-        has_died = serve_settings(settings, checked(settings), stated, teller)
+        has_died = serve_model(settings, checked(settings), stated, teller)
     sys.stderr.flush()
     # Ray looks at nothing but the end, and torch's destructors may take a while.
     os._exit(DIED if has_died else 0)

@@ -158,9 +158,6 @@ def files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: -path.stat().st_mtime)
 
 
-Fault = Callable[[Path], object]
-
-
 def flip(path: Path, at: int) -> None:
     """Change one bit of a byte."""
     content = np.fromfile(path, np.uint8)
