@@ -9,8 +9,7 @@ import click
 
 from ropewalk.server.sentences import sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
-from ropewalk.server.settings.load import ServeSettings, load_settings
-from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
 from ropewalk.server.wording import printable
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (
@@ -98,6 +97,7 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
         return
     from ropewalk.studies.doctor.model import (  # noqa: PLC0415  # needs the packages above
         check_model,
+        load_findings,
     )
 
     model = checked("model", lambda: check_model(settings, is_loaded_next=loads))
@@ -107,8 +107,4 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
     if model.status == "fail":
         yield Finding("fail", "load", "not tried, because the check of the model failed")
         return
-    from ropewalk.studies.doctor.load import (  # noqa: PLC0415  # needs the packages above
-        load_findings,
-    )
-
     yield from load_findings(settings)
