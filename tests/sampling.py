@@ -1,8 +1,11 @@
 """A part of a matrix of cases: fixed members, and others that change from commit to commit.
 
-Tests marked `costly` are drawn, too, about a tenth of them. SAMPLE=all gives the whole of each
-(`make test-full`). Else a tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the
-number of commits unless it is given. The draws of ten seeds in a row have every case.
+A tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the number of commits unless
+it is given. The draws of ten seeds in a row have every case. SAMPLE=all gives the whole of each
+(`make test-full`).
+
+Tests marked `costly` are drawn, too: about a twentieth of them, and a tenth where CI is set. Ten
+commits in a row that CI sees have every one.
 
 A run of named files, or with -k, asks for its costly tests, so all of them run. SAMPLE=drawn draws
 them all the same.
@@ -18,6 +21,7 @@ from typing import Any, TypeVar
 
 _Case = TypeVar("_Case")
 _ROUND = 10  # seeds in a row that draw every case
+_COSTLY_ROUND = _ROUND if os.environ.get("CI") else 2 * _ROUND  # ... and every costly test
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -146,7 +150,10 @@ def not_drawn_costly(items: Sequence[Any]) -> dict[Any, None]:
             continue
         by = marker.kwargs.get("by")
         name = item.nodeid if by is None else f"{item.nodeid.partition('::')[0]} {by}"
-        if int(hashlib.sha256(name.encode()).hexdigest(), 16) % _ROUND != SEED % _ROUND:
+        if (
+            int(hashlib.sha256(name.encode()).hexdigest(), 16) % _COSTLY_ROUND
+            != SEED % _COSTLY_ROUND
+        ):
             left_out[item] = None
     return left_out
 

@@ -143,12 +143,16 @@ def costly_items() -> tuple[list[Item], list[Item]]:
 
 
 @pytest.mark.skipif(IS_WHOLE, reason="nothing is left out of the whole")
-def test_ten_seeds_draw_each_costly_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_seeds", [10, 20])
+def test_seeds_in_a_row_draw_each_costly_case_once(
+    monkeypatch: pytest.MonkeyPatch, num_seeds: int
+) -> None:
     """A file may be one of them, and other tests stay. A test that comes moves no other one."""
+    monkeypatch.setattr(sampling, "_COSTLY_ROUND", num_seeds)
     tests, file = costly_items()
     others = [replace(each, marker=None) for each in tests]
     seen = Counter[Item]()
-    for seed in range(7, 17):
+    for seed in range(7, 7 + num_seeds):
         monkeypatch.setattr(sampling, "SEED", seed)
         left_out = not_drawn_costly([*tests, *file, *others])
         kept_of_file = [each for each in file if each not in left_out]

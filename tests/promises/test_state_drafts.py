@@ -139,6 +139,7 @@ def test_no_draft_changes_a_bit_in_any_company(
     assert 50 < total.num_accepted < total.num_drafted
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
 def test_no_draft_changes_a_bit_over_weights_of_few_bits(
     architecture: str, engines: EngineFactory, adversary: type[Adversary]

@@ -297,6 +297,7 @@ def _record(keys_DO: NDArray[Any], values_XV: NDArray[Any], kind: str) -> bytes:
     return b"".join((*parts, *parameters))
 
 
+@pytest.mark.costly
 def test_a_channel_without_a_number_stays_without_one() -> None:
     """NaN and infinity come back as NaN, so that an answer over them is found to be bad."""
     torch.manual_seed(0)

@@ -195,6 +195,7 @@ def test_without_onednn_rows_have_the_bits_of_the_float_product() -> None:
     assert torch.equal(found, PackedProduct([plain], Workshop(Way.OWN))(x))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 300])
 def test_threads_that_take_parts_of_a_product_change_no_bit(
     num_rows: int, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ def held_bytes(loaded: Checkpoint) -> int:
     return sum(panels.values()) + floats
 
 
+@pytest.mark.costly
 def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_planned() -> None:
     """Issue 24: the divergence is at most 0.002 nats."""
     loaded = load_checkpoint(EMBEDDED_MODEL, device="cpu", weights="int8")
@@ -73,7 +74,7 @@ def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dty
     assert planned.num_bytes == loaded.low_bits.num_bytes == held_bytes(loaded)
 
 
-@pytest.mark.costly
+@pytest.mark.long  # up to 46 seconds each, to compile
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architecture: str) -> None:
     """Their tensors have many names, and gates and ups may be one of them."""
