@@ -148,7 +148,7 @@ def _compile_sealed() -> None:
         laid = Laid(case, torch.device("cpu"))
         (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
         store = SealedCache(
-            {0: LayerPlan(num_key_heads, dim, value_dim, "all", dim, False)}, 2,
+            {0: LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)}, 2,
             case.page_size, case.dtype, form=FORMATS[kind], num_open=3,
             device_backend=SealedTritonAttention,
         )  # fmt: skip

@@ -14,10 +14,8 @@ H = query heads, K = key heads, L = slots for partial results, V = value dimensi
 O = offsets in a page, P = rotated pairs.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -27,6 +25,7 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import TILE
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
 from ropewalk.model_runtime.gpu.rotate import (
     KERNEL_LN_2,
     LOG2_E,
@@ -34,18 +33,12 @@ from ropewalk.model_runtime.gpu.rotate import (
     capped,
     is_interpreted,
     jit,
-    key_strides,
     padded,
     product,
     row,
     tile_len,
 )
-from ropewalk.model_runtime.gpu.sealed_numbers import (
-    KINDS,
-    Records,
-    sealed_keys,
-    sealed_values,
-)
+from ropewalk.model_runtime.gpu.sealed_numbers import sealed_keys, sealed_values
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
 
@@ -79,7 +72,7 @@ def _decode(
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
     FIELDS: tl.constexpr, PLACED: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
-    OWN: tl.constexpr = False, KIND: tl.constexpr = None,
+    OWN: tl.constexpr = 0, KIND: tl.constexpr = None,
     KEY_BITS: tl.constexpr = 0, VALUE_BITS: tl.constexpr = 0, GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """One key head and one piece of a sequence. The only piece of one writes the output itself.
@@ -99,10 +92,10 @@ def _decode(
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
     true_position = tl.load(positions + sequence)
-    if OWN:
+    if OWN:  # noqa: SIM102  # a constant decides
         if begin // PAGE != true_position // PAGE:
             return
-    elif KEY_BITS > 0:
+    if KEY_BITS > 0:  # noqa: SIM102  # a constant decides
         if begin // PAGE == true_position // PAGE:
             return
     position = true_position
@@ -173,8 +166,8 @@ def _decode(
             page = tl.load(table + index // PAGE).to(tl.int64)
             offset = index % PAGE
         if KEY_BITS > 0:
-            # A tile is within a page, and a full page has all numbers. Without a clamp, the codes of
-            # a channel are neighbours for the compiler, too.
+            # A tile is within a page, and a full page has all numbers. Without a clamp, the
+            # compiler knows that the codes of a channel are neighbours.
             if not PLACED:
                 offset = start % PAGE + t
             record = keys + page * KEY_N + head * KEY_K
@@ -319,13 +312,6 @@ def _tile(read: LayerRead) -> int:
     return tile_len(TILE, widest, read.keys_NKDO.dtype)
 
 
-class Sealed(NamedTuple):
-    """The pages before the queries' own, which `read` has exact."""
-
-    records: Records
-    own_T: Tensor  # int64, code of each token's own page (`attention/sealed/own_pages.py`)
-
-
 def decode(
     read: LayerRead,
     batch: Batch,
@@ -344,8 +330,8 @@ def decode(
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
     outputs = out_THV, partials_LHV, lses_LH
-    for pages in _sources(read, batch, sealed, tuning):
-        _launch(read, batch, work, outputs, pages)
+    for pages in page_sources(read, batch.page_table_SN, sealed, tuning.num_stages):
+        _launch(read, batch, work, outputs, pages, tuning.num_warps)
     sinks_H = read.sinks_H
     _merge[(len(batch.single_B), num_heads)](
         partials_LHV, lses_LH, lses_LH if sinks_H is None else sinks_H,
@@ -355,39 +341,13 @@ def decode(
     )  # fmt: skip
 
 
-class _Pages(NamedTuple):
-    """The pages of a launch, and the table that has their numbers."""
-
-    tensors: tuple[Tensor, Tensor]
-    strides: tuple[int, ...]
-    table: Tensor
-    constants: dict[str, Any]
-    tuning: Tuning
-
-
-def _sources(
-    read: LayerRead, batch: Batch, sealed: Sealed | None, tuning: Tuning
-) -> Iterator[_Pages]:
-    """Yield the pages that are read by a launch each."""
-    exact = read.keys_NKDO, read.values_NKOV
-    strides = *key_strides(read.keys_NKDO), *read.values_NKOV.stride()
-    if sealed is None:
-        yield _Pages(exact, strides, batch.page_table_SN, {}, tuning)
-        return
-    records, kind = sealed.records, KINDS[read.keys_NKDO.dtype]
-    form = {**records.form, "KIND": kind}
-    yield _Pages(records.pages, records.strides, batch.page_table_SN, form, tuning)
-    # One page is a few tiles, and none waits for a page's number.
-    few = replace(tuning, num_stages=2)
-    yield _Pages(exact, strides, sealed.own_T, {"OWN": True}, few)
-
-
 def _launch(
     read: LayerRead,
     batch: Batch,
     work: WorkList,
     outputs: tuple[Tensor, Tensor, Tensor],
-    pages: _Pages,
+    pages: Pages,
+    num_warps: int,
 ) -> None:
     """Run the kernel on the pieces of all contexts that are in these pages."""
     _, num_heads, dim = read.query_THD.shape
@@ -411,5 +371,5 @@ def _launch(
         FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
         CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
         WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16, **pages.constants,
-        num_warps=pages.tuning.num_warps, num_stages=pages.tuning.num_stages,
+        num_warps=num_warps, num_stages=pages.num_stages,
     )  # fmt: skip

@@ -245,11 +245,11 @@ def _gather(
         if KEY_BITS > 0:
             one = sealed_keys(
                 record, halves, offset, p[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, False,
+                VALUE_BITS, WHOLE=False,
             )  # fmt: skip
             two = sealed_keys(
                 record, halves, offset, (p + PAIRS)[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, False,
+                VALUE_BITS, WHOLE=False,
             )  # fmt: skip
         else:
             one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
@@ -263,7 +263,7 @@ def _gather(
         if KEY_BITS > 0:
             rest = sealed_keys(
                 record, halves, offset, e[None, :], is_rest, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, False,
+                VALUE_BITS, WHOLE=False,
             )  # fmt: skip
         else:
             rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
@@ -273,7 +273,7 @@ def _gather(
     if KEY_BITS > 0:
         value = sealed_values(
             record, halves, offset, v[None, :], is_value, DIM, VALUES, PAGE, KEY_BITS, VALUE_BITS,
-            GROUPS, False,
+            GROUPS, WHOLE=False,
         )  # fmt: skip
     else:
         source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)

@@ -82,7 +82,7 @@ def sealed_keys(
     lows = halves + (LOWS + d)
     return _widened(
         record, d * LENGTH + offset % LENGTH, offset // LENGTH * 4, lows, lows + DIM, mask,
-        KEY_BITS, WHOLE, True,
+        KEY_BITS, WHOLE, MASKED=True,
     )  # fmt: skip
 
 

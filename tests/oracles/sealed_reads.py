@@ -12,7 +12,7 @@ from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests.oracles import position_oracle as oracle
-from tests.oracles.range_cases import DIM, HEADS, KEY_HEADS, PlacedReads
+from tests.oracles.range_cases import DIM, KEY_HEADS, PlacedReads
 from tests.oracles.sealed_reference import BITS, SMALL_GROUPS, record, sealed_pages
 
 PAGE = 32
@@ -67,7 +67,10 @@ class Laid(PlacedReads):
         """Write the keys and values of a step, and return its attention."""
         attention = self.write(spans)
         arguments = {
-            **{"scaling": DIM**-0.5, "sliding_window": None, "softcap": None, "sinks_H": None},
+            "scaling": DIM**-0.5,
+            "sliding_window": None,
+            "softcap": None,
+            "sinks_H": None,
             **options,
         }
         if arguments["sinks_H"] is not None:

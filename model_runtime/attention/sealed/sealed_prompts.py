@@ -73,9 +73,7 @@ class _Kind(NamedTuple):
 class SealedPrompts:
     """The prompts of one step over a cache that seals pages."""
 
-    def __init__(
-        self, batch: Batch, own: OwnPages, methods: Mapping[int, PositionMethod]
-    ) -> None:
+    def __init__(self, batch: Batch, own: OwnPages, methods: Mapping[int, PositionMethod]) -> None:
         self._device = batch.page_T.device
         self._table_width = batch.page_table_SN.shape[1]
         self._methods = methods
@@ -110,9 +108,7 @@ class SealedPrompts:
             ]
         return self._groups[chosen]
 
-    def _parts(
-        self, index: int, place: Place, window: int | None
-    ) -> Iterator[tuple[_Kind, Part]]:
+    def _parts(self, index: int, place: Place, window: int | None) -> Iterator[tuple[_Kind, Part]]:
         """Yield the parts of a prompt. A part's `sequence` is where its pages begin in a table."""
         method, first = self._methods.get(place.table_id), place.first_position
         position_T = np.arange(first, first + place.num_tokens)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch
@@ -22,7 +21,8 @@ from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
 from ropewalk.model_runtime.attention.sealed.sealed_prompts import SealedPrompts, Source
 from ropewalk.model_runtime.gpu.attend import rows_at_once
 from ropewalk.model_runtime.gpu.backend import TritonAttention
-from ropewalk.model_runtime.gpu.decode import Sealed, decode
+from ropewalk.model_runtime.gpu.decode import decode
+from ropewalk.model_runtime.gpu.page_sources import Sealed
 from ropewalk.model_runtime.gpu.prefill import PackedPart, merge_parts
 from ropewalk.model_runtime.gpu.rotate import gathered
 from ropewalk.model_runtime.gpu.sealed.seal import seal, write
@@ -47,9 +47,9 @@ class SealedTritonAttention(TritonAttention):
             # Any row may fill a page when the step is replayed.
             self._own_T, self._filled_F = self._own.recorded_T, batch.single_B
             return
-        position_T = np.concatenate([
-            np.arange(place.num_tokens) + place.first_position for place in batch.places_S
-        ])
+        position_T = np.concatenate(
+            [np.arange(place.num_tokens) + place.first_position for place in batch.places_S]
+        )
         is_last_T = (position_T + 1) % self._own_page == 0
         self._own_T = on_device(self._own.own_T, device)
         self._filled_F = on_device(np.flatnonzero(is_last_T), device)

@@ -1,11 +1,8 @@
 """Sealed pages on a CPU: their bytes against numpy, and their reads against float64."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
@@ -17,6 +14,7 @@ from tests.oracles.range_cases import CPU, HEADS, KEY_HEADS, LAYERS, largest_err
 from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
 from tests.oracles.sealed_reads import FORMS, METHODS, PAGE, Laid, Shape, edge_page, records_of
 from tests.oracles.sealed_reference import BITS
+
 
 @pytest.mark.sampled(fixed=0, drawn=4, by="kind")
 @pytest.mark.parametrize("kind", BITS)

@@ -12,9 +12,8 @@ import torch
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from tests.oracles.range_cases import LAYERS, largest_error
-from tests.oracles.sealed_reads import FORMS, METHODS, PAGE, Laid, Shape, edge_page, records_of
+from tests.oracles.sealed_reads import METHODS, PAGE, Laid, Shape, edge_page, records_of
 from tests.oracles.sealed_reference import BITS
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
