@@ -15,11 +15,12 @@ from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Unscaled
 from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
 from tests.doubles.deferred_runner import device_of
-from tests.doubles.engines import tiny_checkpoint
+from tests.doubles.engines import groups_of, tiny_checkpoint
 from tests.doubles.random_workloads import check, serve, workload
 from tests.doubles.recorded_runners import Again
 from tests.oracles.draft_adversary import Counted, tell, use_adversary
@@ -64,7 +65,12 @@ def test_open_pages_are_right_one_step_ahead_of_the_host(
     assert 20 < counted.num_accepted < counted.num_drafted
 
 
-def runner_over(checkpoint: Checkpoint, kind: str, profiles: Sequence[Profile]) -> ModelRunner:
+def runner_over(
+    checkpoint: Checkpoint,
+    kind: str,
+    profiles: Sequence[Profile],
+    groups: PageGroups | None = None,
+) -> ModelRunner:
     """A runner with room for four sequences of four pages, and spare pages."""
     config = EngineConfig(
         kv_cache_tokens=17 * PAGE,
@@ -73,6 +79,7 @@ def runner_over(checkpoint: Checkpoint, kind: str, profiles: Sequence[Profile]) 
         kv_cache_dtype=kind,
         max_num_seqs=5,
         num_rope_tables=len(profiles),
+        page_groups=groups,
     )
     return build_runner(checkpoint, config, profiles)
 
@@ -91,7 +98,8 @@ class Talk:
         for index, count in num_tokens.items():
             first = self.lens[index]
             tokens = [(index * 31 + at * 7) % VOCAB_SIZE for at in range(first, first + count)]
-            pages = list(range(4 * index, 4 * index + 4))
+            num_pages = 4 * self.runner.store.num_groups
+            pages = list(range(num_pages * index, num_pages * (index + 1)))
             rows = range(count)
             spans.append(
                 Span(tokens, first, pages, self.tables[index], rows, open_page=(index + 1) % 4)
@@ -139,11 +147,16 @@ def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.M
 @pytest.mark.costly
 @pytest.mark.sampled(drawn=1)
 @pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "is_held"), [("llama", False), ("gemma2", False), ("gemma2", True)]
+)
 def test_logits_equal_transformers_over_sealed_pages(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
 ) -> None:
-    """The untouched model in float64, whose keys and values numpy seals (sealed_reference.py)."""
+    """The untouched model in float64, whose keys and values numpy seals (sealed_reference.py).
+
+    The layer with a window has a group of pages of its own, or not.
+    """
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")
     num_layers = 1 if name == "llama" else 2  # one has a window
     sizes: dict[str, Any] = {"num_hidden_layers": num_layers, "max_position_embeddings": 256}
@@ -153,7 +166,8 @@ def test_logits_equal_transformers_over_sealed_pages(
     made = tiny_checkpoint(name, **sizes)
     use_triton(monkeypatch)
     profiles = [Profile(Unscaled())]
-    talk = Talk(runner_over(made, kind, profiles), profiles)
+    groups = groups_of(made) if is_held else None
+    talk = Talk(runner_over(made, kind, profiles, groups), profiles)
     got = torch.cat([talk.step({0: num}) for num in (20, 50, 1, 4)])
     errors = (torch.log_softmax(got.double(), -1) - expected).abs().amax(-1)
     # A number half-way between two codes may round to the other one in float32.
