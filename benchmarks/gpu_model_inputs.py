@@ -14,8 +14,8 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 
 PAGE_SIZE = 64  # the server's default
 _SEED = 7

@@ -10,7 +10,6 @@ Shapes: R = scored rows, V = vocabulary.
 
 import ctypes
 import os
-import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.resident import memory_of
 from benchmarks.weights import times_of
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.page_format import (
@@ -142,12 +142,6 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
             )
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process that is in use, on Linux."""
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return num_pages * resource.getpagesize()
-
-
 def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None:
     """Print by how much a full cache makes a process grow, beside the bytes that it counts."""
     click.echo("\n| format | MiB counted | MiB resident | more |\n|---|---:|---:|---:|")
@@ -158,10 +152,11 @@ def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None
             continue
         held(checkpoint, kind, 2 * _PAGE).fill()  # compiles, and makes the memory of a step
         ctypes.CDLL(None).malloc_trim(0)  # free memory that a load has left
-        before = resident_bytes()
+        before = memory_of(os.getpid())["VmRSS"]
         cache = held(checkpoint, kind, num_tokens)
         cache.fill()
-        counted, found = cache.runner.store.num_bytes, resident_bytes() - before
+        counted = cache.runner.store.num_bytes
+        found = memory_of(os.getpid())["VmRSS"] - before
         click.echo(
             f"| {kind} | {counted / 2**20:.1f} | {found / 2**20:.1f} | {found / counted - 1:+.1%} |"
         )

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, PanelWriter, Parts
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer
 from ropewalk.model_runtime.loading.low_bits.hold import hold, holders
 from ropewalk.model_runtime.loading.low_bits.sizes import can_hold
-from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 
 _WIDTH = 0.02  # standard deviation of weights, about
 

@@ -27,7 +27,7 @@ _MIB = 1 << 20
 _GOAL = 1.15, 400e6  # of the file's size, and bytes besides it and the cache
 
 
-def _memory(pid: int) -> dict[str, int]:
+def memory_of(pid: int) -> dict[str, int]:
     """Return the fields of /proc about memory, in bytes."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return {name: int(size) << 10 for name, size in re.findall(r"(\w+):\s+(\d+) kB", text)}
@@ -46,7 +46,7 @@ def measured(model: Path, options: tuple[str, ...]) -> dict[str, int]:
         end = time.monotonic() + _START_S
         while time.monotonic() < end and process.poll() is None:
             if completion_status(port, _BODY, _START_S) == 200:
-                return _memory(process.pid)
+                return memory_of(process.pid)
             time.sleep(1)
         raise click.ClickException(f"no answer of {' '.join(command)}")
     finally:

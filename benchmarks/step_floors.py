@@ -51,8 +51,8 @@ from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
 

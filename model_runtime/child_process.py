@@ -20,6 +20,7 @@ _CODE = (
 _KEPT = frozenset({"PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ"})
 _KEPT_PREFIXES = ("LC_", "PYTHON")
 _STATM = Path("/proc/self/statm")
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def command_of(module: str) -> list[str]:
@@ -34,6 +35,14 @@ def bare_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _KEPT or name.startswith(_KEPT_PREFIXES)
     }
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, where it can."""
+    if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415  # most child processes go without
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_seconds(seconds: float) -> None:

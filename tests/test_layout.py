@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from graphlib import TopologicalSorter
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ropewalk import rope
+from tests.structure import Graph, imports, lines_of, modules, named, rooms_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # package -> packages of ours it may import
@@ -71,29 +73,26 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
 }
 MOST_ROOMS = 13  # of a package
-MOST_FILES = 14  # of a folder, `__init__` not counted
+MOST_FILES = 12  # of a folder, `__init__` not counted
+FEWEST_LINES = 40  # of a file with one importer
+APART = "file of its own"  # in the docstring of a shorter one, which says why
 MOST_LINES_WITHOUT_DOCSTRING = 3  # of the body of a public function
-
-
-@cache
-def modules(path: Path) -> frozenset[str]:
-    """Full names of what a file imports when it runs; ours by their folders."""
-    names = set()
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(name.removeprefix("ropewalk.") for name in names)
 
 
 def imported(path: Path) -> set[str]:
     """Top-level names that a file imports."""
     return {name.partition(".")[0] for name in modules(path)}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """The sources by the names of their modules, without `ropewalk`."""
+    return named(ROOT, MAY_IMPORT)
+
+
+@cache
+def imports_of_ours() -> Graph:
+    return imports(sources())
 
 
 def offenders(paths: Iterable[Path], is_wrong: Callable[[Path], bool]) -> list[str]:
@@ -121,13 +120,48 @@ def test_folders_import_what_their_table_says(package: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside of functions count, and those for annotations do not."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
-    imports = {
-        name: {each for found in modules(path) for each in (found, found.rpartition(".")[0])}
-        & {*names} - {name}
-        for name, path in names.items()
-    }
-    TopologicalSorter(imports).prepare()  # raises CycleError with the circle
+    TopologicalSorter(imports_of_ours()).prepare()  # raises CycleError with the circle
+
+
+def test_a_short_file_with_one_importer_says_why_it_stands_alone() -> None:
+    """Else it lives in its importer: a reader opens one file for one thought."""
+    num_importers = Counter(name for names in imports_of_ours().values() for name in names)
+    found = []
+    for name, path in sources().items():
+        text = path.read_text()
+        if num_importers[name] == 1 and text.count("\n") < FEWEST_LINES and path.name[0] != "_":
+            told = ast.get_docstring(ast.parse(text)) or ""
+            if APART not in " ".join(told.split()):
+                found.append(f"{name}, {text.count(chr(10))} lines")
+    assert not found, f"each lives in its importer, or says why it is a {APART}: {found}"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_import_runs_up(package: str) -> None:
+    """The files beside the rooms count, too: a room imports what commands share, and no command."""
+    _, num_floors, num_circles, num_up = rooms_of(ROOT, package)
+    assert (num_circles, num_up) == (0, 0)
+    assert num_floors > 1
+
+
+@pytest.mark.parametrize(
+    ("back", "expected"),
+    [("", (2, 3, 0, 0)), ("from ropewalk.server.high import third\n", (2, 0, 1, 1))],
+)
+def test_what_runs_up_is_counted(tmp_path: Path, back: str, expected: tuple[int, ...]) -> None:
+    """A circle of two rooms has no floors, and its side with fewer imports runs up."""
+    for name, text in {
+        "low/first": back,
+        "low/second": '"""Words."""\n\n# A remark.\nNUMBER = 1  # code\n',
+        "high/third": "import ropewalk.server.low.second\nfrom ropewalk.server.low import first\n",
+        "command": "from ropewalk.server.high.third import x\n",
+    }.items():
+        path = tmp_path / "server" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert rooms_of(tmp_path, "server") == expected
+    kinds = {"docstrings and comments": 2, "blank": 1, "code": 1}
+    assert lines_of([tmp_path / "server/low/second.py"]) == kinds
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,13 +13,20 @@ import torch
 
 from training.export import save_model
 from training.loop import Training, open_training
-from training.plot import plot_losses
 from training.run_folder import Measured, RunFolder, RunFolderError
 from training.shape import Schedule, Shape
 from training.text import read_corpus, tokenizer_texts
 from training.tokenizer import save_tokenizer, train_tokenizer
 
 Options = TypeVar("Options", Shape, Schedule)
+
+_LINES = (
+    ("held_out", "held-out text", "#1f5f8b"),
+    ("text", "training text", "#8fb8d6"),
+    ("held_out_answer", "held-out answers", "#d9822b"),
+    ("answer", "training answers", "#f0c491"),
+    ("repeat", "repeated random segments", "#777777"),
+)
 
 
 @click.command()
@@ -87,7 +94,7 @@ def main(run: Path, threads: int, *, compiled: bool, **learning: Any) -> None:
     save_tokenizer(tokenizer, model, shape.native_len)
     history = training.progress.history
     (run / "losses.json").write_text(json.dumps([asdict(each) for each in history], indent=1))
-    plot_losses(history, run / "losses.png")
+    _plot_losses(history, run / "losses.png")
     click.echo(f"{model}: held-out loss {history[-1].held_out:.3f} nats per token", err=True)
 
 
@@ -115,6 +122,23 @@ def _line(measured: Measured) -> str:
         f"text {measured.text:.3f}  answers {measured.answer:.3f}  repeats {measured.repeat:.3f}  "
         f"held out {measured.held_out:.3f}, answers {measured.held_out_answer:.3f}"
     )
+
+
+def _plot_losses(history: Sequence[Measured], path: Path) -> None:
+    """Draw nats per token against millions of tokens; the path's suffix is the format."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  slow to import
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    millions = [each.num_tokens / 1e6 for each in history]
+    for name, label, colour in _LINES:
+        axes.plot(millions, [getattr(each, name) for each in history], label=label, color=colour)
+    axes.set_xlabel("training tokens, millions")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

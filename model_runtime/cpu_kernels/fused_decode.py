@@ -69,7 +69,6 @@ NO_SLOT = -1  # the second operand of ADD and MULTIPLY is then a constant row at
 # Factors of an operation: eps of a norm; scaling and soft cap of attention; a gate's of experts.
 EPS = SCALING = 0
 SOFTCAP = 1
-NUM_FACTORS = 2
 
 _BLOCK_ROWS = 16  # rows that pass through all operations between two products; they stay in caches
 

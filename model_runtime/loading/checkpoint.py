@@ -16,12 +16,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
-from ropewalk.model_runtime.division import Division
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
-from ropewalk.model_runtime.loading.file_versions import file_versions
+from ropewalk.model_runtime.loading.files.file_versions import file_versions
+from ropewalk.model_runtime.loading.files.pretrained import (
+    end_token_ids,
+    from_pretrained,
+    generation_defaults,
+    load_tokenizer,
+)
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -36,6 +41,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
 from ropewalk.model_runtime.loading.pack_model import (
     BY_TORCH,
+    Division,
     decoder_of,
     pack,
     products_text,
@@ -47,12 +53,6 @@ from ropewalk.model_runtime.loading.patch_model import (
     read_native_rope,
 )
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
-from ropewalk.model_runtime.loading.pretrained import (
-    end_token_ids,
-    from_pretrained,
-    generation_defaults,
-    load_tokenizer,
-)
 from ropewalk.model_runtime.loading.self_check import (
     PagedPrompts,
     SelfCheckReport,
@@ -231,7 +231,7 @@ def _load_gguf(
         num_parameters,
         sampling_of,
     )
-    from ropewalk.model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
+    from ropewalk.model_runtime.loading.files.gguf_checkpoint import (  # noqa: PLC0415
         load_gguf_model,
         load_gguf_tokenizer,
     )
@@ -354,7 +354,7 @@ def _load_model(
     source = outline.source
     with logged_progress():
         if outline.stored is not None:
-            from ropewalk.model_runtime.loading.quantised_checkpoint import (  # noqa: PLC0415  # only for such a checkpoint
+            from ropewalk.model_runtime.loading.files.quantised_checkpoint import (  # noqa: PLC0415  # only for such a checkpoint
                 load_quantised,
             )
 

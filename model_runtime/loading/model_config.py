@@ -288,11 +288,11 @@ def read_model_config(
     """Find a checkpoint and read its config. Raises ModelError that names the problem."""
     from transformers import AutoConfig
 
-    from ropewalk.model_runtime.loading.pretrained import from_pretrained
+    from ropewalk.model_runtime.loading.files.pretrained import from_pretrained
 
     where = torch_device(device)
     if has_weights and (path := find_gguf(source)) is not None:
-        from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config
+        from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config
 
         config = gguf_config(path)
         return ModelConfig(path, config, torch_dtype(dtype, config, where), where)

@@ -5,23 +5,40 @@ need.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
-from ropewalk.model_runtime.division import Division
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import shared_inputs
-from ropewalk.model_runtime.loading.pretrained import leave_file
+from ropewalk.model_runtime.loading.files.pretrained import leave_file
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 
 BY_TORCH = "torch"  # products, if no compiled kernels serve the device
+
+
+class Division(Protocol):
+    """One rank's share of a model (parallel/division.py). All ranks make the same calls."""
+
+    def read_dtype(self, stored: torch.dtype | None, served: torch.dtype) -> torch.dtype:
+        """Return the number type in which files are read; `stored` is the files' own."""
+
+    def leave_in_file(
+        self, model: nn.Module, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        """Return the model on the device, with the weights to divide still in their files."""
+
+    def divide(self, model: nn.Module) -> None:
+        """Cut the model's linears to the rank's outputs, in place."""
+
+    def note_products(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Look at the products of joined or packed linears before blocks of them are replaced."""
 
 
 def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

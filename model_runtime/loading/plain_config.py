@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.config_limits import impossible
 from ropewalk.model_runtime.gpu_nodes import GPU_NODES, is_there
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.state_shape import StateShape

@@ -4,7 +4,6 @@ It has no scheduler, no sampler and no clock: rank 0 says what to run, and the l
 An error here ends the process, because a step cannot be repeated on one rank alone.
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import structlog
 import torch
 
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.child_process import end_with_parent
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import read_model_config
 from ropewalk.model_runtime.page_groups import PageGroups
@@ -28,7 +28,6 @@ from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _DIED = 1
 
 
@@ -140,7 +139,6 @@ def main() -> None:
 
 def _end_with(parent: int) -> None:
     """Let the system kill this process when `parent` ends, where it can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(0)

@@ -45,10 +45,6 @@ class Followers:
         for problem in problems:
             raise problem
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
-
     def on_loss(self, call: Callable[[str], None]) -> None:
         """Call this with a sentence when a follower has ended; at once if one has."""
         self._on_loss = call

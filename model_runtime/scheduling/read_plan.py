@@ -1,7 +1,7 @@
 """The pages that a read asks for, in their order. They hold one group of layers each."""
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import product
 
 from ropewalk.model_runtime.scheduling.prefix_cache import (
@@ -26,11 +26,8 @@ def pages_before(
 
     `keys`: of its first pages. `windows`: keys that each group of layers reads (page_groups.py).
     """
-    return [
-        group_key(keys[at], group)
-        for group, window in enumerate(windows)
-        for at in range(first_page_read(num_pages * page_size, window, page_size), num_pages)
-    ]
+    places = _pages_read(num_pages, enumerate(windows), page_size)
+    return [group_key(keys[at], group) for at, group in places]
 
 
 def wanted_pages(
@@ -52,6 +49,7 @@ def wanted_pages(
     """
     end = len(keys)
     whole = [group for group, window in enumerate(windows) if window is None]
+    limited = [each for each in enumerate(windows) if each[1] is not None]
     for at, group in product(range(num_found, end), whole):
         key = group_key(keys[at], group)
         if key not in known:
@@ -61,7 +59,7 @@ def wanted_pages(
             known.add(key)
     while end > num_found:
         end_before, end = end, num_found
-        for at, group in _in_windows(end_before, windows, page_size):
+        for at, group in sorted(_pages_read(end_before, limited, page_size)):
             key = group_key(keys[at], group)
             if key in known:
                 continue
@@ -71,16 +69,10 @@ def wanted_pages(
             known.add(key)
 
 
-def _in_windows(
-    end: int, windows: Sequence[int | None], page_size: int
+def _pages_read(
+    end: int, windows: Iterable[tuple[int, int | None]], page_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pages of windows before a place, the first ones first: a place and a group each."""
-    firsts = {
-        group: first_page_read(end * page_size, window, page_size)
-        for group, window in enumerate(windows)
-        if window is not None
-    }
-    for at in range(min(firsts.values(), default=end), end):
-        for group, first in firsts.items():
-            if at >= first:
-                yield at, group
+    """Yield what the token after `end` pages reads, group by group: a place and the group each."""
+    for group, window in windows:
+        for at in range(first_page_read(end * page_size, window, page_size), end):
+            yield at, group

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from ropewalk.model_runtime.request import Output, TokenLogprob
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.model_runtime.text.detokenizer import Detokenizer
 from ropewalk.server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
-from ropewalk.server.api.generation_schema import PromptProgressAnswer, Usage
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
 from ropewalk.server.api.service import Service
@@ -46,7 +46,9 @@ async def _tokenize(service: Service, body: CompletionRequest) -> list[tuple[int
 
 
 class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
-    """An answer in OpenAI's classic format."""
+    """An answer in OpenAI's classic format; an event has the format of a whole answer."""
+
+    chunk_model = CompletionResponse
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
         super().__init__(service, submission, body)
@@ -54,7 +56,7 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
         self._offsets = [0 for _ in submission.requests]
         self._is_echoed = [not body.echo for _ in submission.requests]
 
-    def whole_body(self, outputs: Sequence[Output]) -> CompletionResponse:
+    def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
         """Build the body with every choice, or with the best of each prompt."""
         kept: Sequence[int] = range(len(outputs))
         if self.body.picks_best:
@@ -67,24 +69,6 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
 
     def piece(self, index: int, output: Output) -> Choice:
         return self._choice(index, output)
-
-    def event_body(
-        self,
-        choices: Sequence[Choice],
-        *,
-        usage: Usage | None = None,
-        progress: PromptProgressAnswer | None = None,
-    ) -> CompletionResponse:
-        """Build an event, which has the format of a whole answer."""
-        return CompletionResponse(
-            id=self.request_id,
-            created=self.created,
-            model=self.model,
-            choices=list(choices),
-            usage=usage,
-            timings=self.timings() if choices else None,
-            prompt_progress=progress,
-        )
 
     def _best(self, outputs: Sequence[Output]) -> Sequence[int]:
         """Return the n likeliest answers of each prompt, by mean log-probability of a token."""

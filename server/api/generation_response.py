@@ -6,9 +6,9 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -245,11 +245,16 @@ class HttpAnswer(ABC, Generic[BodyT]):
 class ChunkAnswer(HttpAnswer[BodyT]):
     """An answer whose stream has chunks with choices, as OpenAI's older routes have."""
 
+    chunk_model: ClassVar[type[BaseModel]]
+
     @abstractmethod
     def piece(self, index: int, output: Output) -> BaseModel:
         """Build the body of one output of one choice."""
 
-    @abstractmethod
+    def own_fields(self) -> Mapping[str, Any]:
+        """Return what only this route's events with choices have."""
+        return {}
+
     def event_body(
         self,
         choices: Sequence[Any],
@@ -258,6 +263,16 @@ class ChunkAnswer(HttpAnswer[BodyT]):
         progress: PromptProgressAnswer | None = None,
     ) -> BaseModel:
         """Build an event with these choices, or with none."""
+        return self.chunk_model(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+            timings=self.timings() if choices else None,
+            prompt_progress=progress,
+            **(self.own_fields() if choices else {}),
+        )
 
     def error_events(self, error: RopewalkError) -> bytes:
         return event(error_body(error)) + DONE

@@ -8,6 +8,7 @@ A route reserves the request's places in the queue, tokenises, and submits:
 """
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -31,7 +32,6 @@ from ropewalk.rope import NativeRope
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
 from ropewalk.server.access.told_answer import Seeds
-from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.generation_schema import GenerationRequest, check_limits, unknown_token
 from ropewalk.server.api.output_queue import OutputQueue, Submission
 from ropewalk.server.api.structured_schema import AskedAnswer
@@ -40,6 +40,27 @@ from ropewalk.server.errors import rejection_reason
 from ropewalk.server.metrics import Metrics
 from ropewalk.server.middleware.http_metrics import HttpMetrics
 from ropewalk.server.settings.load import ServeSettings
+
+_FINGERPRINT_DIGITS = 32  # hexadecimal
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The two hashes by which a router tells servers that give the same bytes.
+
+    Servers with another `model` part serve something else: other weights, number types, settings,
+    or a version whose sources differ. Servers with another `arithmetic` part serve the same on
+    another processor or with other libraries, so the last bits may differ. It is made at the end of
+    the load, and only with a `router_key`.
+    """
+
+    model: str  # of all served names
+    arithmetic: str
+
+    def of_name(self, deployment: object) -> str:
+        """Return the part `model` of one served name, whose `repr` tells how it is scaled."""
+        found = hashlib.sha256(f"{self.model} {deployment!r}".encode()).hexdigest()
+        return found[:_FINGERPRINT_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Autoscaling by tokens: the load of each replica, and the policy that Ray Serve calls with them.
 
-A request is a bad unit of load: one may hold a hundred times the tokens of another. Nothing here
-imports Ray, whose controller imports this module.
+A request is a bad unit of load: one may hold a hundred times the tokens of another. It is a file of
+its own, because Ray's controller imports it. Nothing here imports Ray.
 """
 
 import math

@@ -3,17 +3,14 @@
 The server ends with the actor. Standard input stays open as long as the actor lives.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 from typing import Any, TextIO
 
+from ropewalk.model_runtime.child_process import end_with_parent
 from ropewalk.server.process.preflight import bound_memory, wait_briefly
-
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main() -> None:
@@ -21,15 +18,14 @@ def main() -> None:
     bound_memory()
     wait_briefly()
     stated: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    if sys.platform == "linux":  # then it ends also if it is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    end_with_parent()  # by the kernel, so it ends also if it is stopped
+    threading.Thread(target=_wait_for_parent, name="parent", daemon=True).start()
     # Nothing else is imported before the memory is bounded.
     from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
     from ropewalk.server.sentences import DIED, Teller, sentences  # noqa: PLC0415
-    from ropewalk.server.serve_command import serve_settings  # noqa: PLC0415
     from ropewalk.server.settings.load import load_settings  # noqa: PLC0415
     from ropewalk.server.startup.gate import checked  # noqa: PLC0415
+    from ropewalk.server.startup.start import serve_model  # noqa: PLC0415
 
     class News(Teller):
         """Tells the parent where the server listens, and why it does not."""
@@ -44,7 +40,7 @@ def main() -> None:
     with sentences(News()) as teller:
         settings = load_settings(stated)
         log_to_stderr(settings.log_format, settings.log_level)
-        has_died = serve_settings(settings, checked(settings), stated, teller)
+        has_died = serve_model(settings, checked(settings), stated, teller)
     sys.stderr.flush()
     # Ray looks at nothing but the end, and torch's destructors may take a while.
     os._exit(DIED if has_died else 0)
@@ -62,7 +58,7 @@ def _tell(news: TextIO, told: dict[str, str]) -> None:
     news.flush()
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent() -> None:
     from ropewalk.server.sentences import DIED  # noqa: PLC0415
 
     while os.read(0, 4096):

@@ -17,7 +17,7 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
 )
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
-from ropewalk.server.api.fingerprint import Fingerprint
+from ropewalk.server.api.service import Fingerprint
 from ropewalk.server.settings.load import ServeSettings
 
 _ROOT = Path(__file__).parents[2]

@@ -17,7 +17,6 @@ from ropewalk.server.settings.load import ServeSettings
 if TYPE_CHECKING:
     from ropewalk.model_runtime.loading.checkpoint import Checkpoint
     from ropewalk.model_runtime.parallel.ranks import Ranks
-    from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 
 def find_model(
@@ -41,20 +40,6 @@ def find_model(
         on_phase("downloading")
     wanted = Wanted(weights=weights, code=settings.trust_remote_code)
     return local_model(settings.model, wanted, settings.revision, on_bytes)
-
-
-def load_model_tokenizer(settings: ServeSettings) -> "Tokenizer":
-    """Load the tokenizer of the settings' model without its weights. Raises ModelError."""
-    source = find_model(settings, weights=False).folder
-    if source.is_file():
-        from ropewalk.model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
-            load_gguf_tokenizer,
-        )
-
-        return load_gguf_tokenizer(source)[0]
-    from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
-
-    return load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
 
 
 def load_model(

@@ -26,9 +26,8 @@ from ropewalk.server.access.allowance import KeyMetrics
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
-from ropewalk.server.api.fingerprint import Fingerprint
 from ropewalk.server.api.output_queue import OutputQueue
-from ropewalk.server.api.service import Service
+from ropewalk.server.api.service import Fingerprint, Service
 from ropewalk.server.errors import rejection_reasons
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.middleware.http_metrics import HttpMetrics
@@ -49,12 +48,8 @@ from ropewalk.server.startup.planning.banner_lines import (
     warning_lines,
 )
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.serving_plan import (
-    ServingPlan,
-    plan_deployments,
-    plan_serving,
-    profiles_of,
-)
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments, profiles_of
+from ropewalk.server.startup.planning.serving_plan import ServingPlan, plan_serving
 from ropewalk.server.startup.planning.template_of import chat_template_of
 
 if TYPE_CHECKING:
@@ -196,7 +191,7 @@ def make_service(
         vocab_size=served.vocab_size,
         sampling_defaults=served.sampling_defaults,
         max_len=served.plan.config.max_model_len,
-        cache_bytes=cache_parts(served.plan),
+        cache_bytes=served.plan.cache_parts,
         chat_template=chat_template,
         chat_formats=chat_formats,
         key_ring=ring,
@@ -226,22 +221,9 @@ def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplat
     return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
 
 
-def cache_parts(plan: ServingPlan) -> dict[str, int]:
-    """Return the bytes of the cache by part, of those that there are."""
-    parts = {
-        "pages": plan.capacity * plan.token_bytes,
-        "open": plan.open_bytes,
-        "stage": plan.stage_bytes,
-        "states": plan.state_bytes,
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
 def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
     """Build the metrics; with `put` they also report the end of each answer."""
-    parts = (
-        factory, plan.context_bounds, plan.config, rejection_reasons(), cache_parts(plan)
-    )  # fmt: skip
+    parts = factory, plan.context_bounds, plan.config, rejection_reasons(), plan.cache_parts
     return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 

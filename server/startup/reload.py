@@ -17,7 +17,7 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.gate import key_table_of
-from ropewalk.server.startup.planning.serving_plan import (
+from ropewalk.server.startup.planning.planned_deployments import (
     num_profiles,
     plan_deployments,
     profiles_of,

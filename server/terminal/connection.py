@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _CONNECT_S = 10.0
 
 

@@ -11,7 +11,6 @@ from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from ropewalk.server.api.generation_schema import (
     CompletionTokensDetails,
-    PromptProgressAnswer,
     Usage,
 )
 from ropewalk.server.api.json_body import JsonBodyRoute
@@ -89,6 +88,8 @@ def _turn(service: Service, body: ChatRequest) -> ChatTurn:
 
 class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, Any]]):
     """An answer in OpenAI's chat format; what tells of a part is the fields of a delta."""
+
+    chunk_model = ChatChunk
 
     def __init__(
         self,
@@ -228,24 +229,8 @@ class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, An
             return self.readers[index].finish_reason(output)
         return finish_reason(output)
 
-    def event_body(
-        self,
-        choices: Sequence[ChunkChoice],
-        *,
-        usage: Usage | None = None,
-        progress: PromptProgressAnswer | None = None,
-    ) -> ChatChunk:
-        """Build OpenAI's chunk."""
-        return ChatChunk(
-            id=self.request_id,
-            created=self.created,
-            model=self.model,
-            choices=list(choices),
-            usage=usage,
-            timings=self.timings() if choices else None,
-            prompt_progress=progress,
-            prompt_token_ids=self.prompt_token_ids(0) if choices else None,
-        )
+    def own_fields(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_token_ids(0)}
 
     def _logprobs(self, output: Output) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -98,6 +98,7 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
         return
     from ropewalk.studies.doctor.model import (  # noqa: PLC0415  # needs the packages above
         check_model,
+        load_findings,
     )
 
     model = checked("model", lambda: check_model(settings, is_loaded_next=loads))
@@ -107,8 +108,4 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
     if model.status == "fail":
         yield Finding("fail", "load", "not tried, because the check of the model failed")
         return
-    from ropewalk.studies.doctor.load import (  # noqa: PLC0415  # needs the packages above
-        load_findings,
-    )
-
     yield from load_findings(settings)

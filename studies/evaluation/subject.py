@@ -14,12 +14,8 @@ from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.load_model import load_model
 from ropewalk.server.startup.planning.dry_run import outline_of
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.serving_plan import (
-    ServingPlan,
-    model_name,
-    plan_serving,
-    profiles_of,
-)
+from ropewalk.server.startup.planning.planned_deployments import model_name, profiles_of
+from ropewalk.server.startup.planning.serving_plan import ServingPlan, plan_serving
 from ropewalk.studies.evaluation.cells import TOGETHER
 from ropewalk.studies.evaluation.plan import LengthPlan, Variant
 from ropewalk.studies.harness.eval_run import EvalError

@@ -13,7 +13,7 @@ from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.dry_run import outline_of
 from ropewalk.server.startup.planning.held_windows import planned_groups
-from ropewalk.server.startup.planning.serving_plan import plan_deployments
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small
 from ropewalk.studies.inspection.decay import decay_lines, seen_lines

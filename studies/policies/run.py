@@ -14,7 +14,7 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.held_out import Document
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.load_model import load_model
-from ropewalk.server.startup.planning.serving_plan import model_name
+from ropewalk.server.startup.planning.planned_deployments import model_name
 from ropewalk.studies.harness.eval_run import EvalError, RunRecord, key_of, run_study
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.policies.measure import (

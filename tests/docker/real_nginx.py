@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.docker.real_prometheus import DOCKER, wait_until
+from tests.servers.processes import end
+from tests.servers.programs import free_port, program
 
 _STOP_S = 20
 # Debian's and the image's own nginx.conf include files of /etc/nginx/conf.d in the same place.
@@ -48,21 +47,7 @@ class Nginx:
 
 
 def binary() -> str:
-    """The path of nginx; without it the test is skipped, and in CI it fails."""
-    path = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if path is None:
-        reason = "nginx is not installed (Debian's package nginx-light)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
-
-
-def free_address() -> str:
-    """An address of this machine on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return program("nginx", package="nginx-light")
 
 
 def configured(text: str, listen: str, servers: Sequence[str]) -> str:
@@ -78,7 +63,7 @@ def configured(text: str, listen: str, servers: Sequence[str]) -> str:
 @contextmanager
 def running_nginx(folder: Path, *urls: str) -> Iterator[Nginx]:
     """Run nginx before the servers at `urls` until the block ends; its files go to `folder`."""
-    listen = free_address()
+    listen = f"127.0.0.1:{free_port()}"
     text = (DOCKER / "nginx.conf").read_text()
     servers = [url.removeprefix("http://") for url in urls]
     (folder / "ropewalk.conf").write_text(configured(text, listen, servers))
@@ -99,9 +84,4 @@ def running_nginx(folder: Path, *urls: str) -> Iterator[Nginx]:
         wait_until(is_listening, "listening")
         yield Nginx(f"http://{listen}", folder)
     finally:
-        process.terminate()  # the master, which ends its workers
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, _STOP_S)  # the master, which ends its workers

@@ -1,8 +1,6 @@
 """A real Prometheus on this machine: started over a copy of our configuration, always ended."""
 
-import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,22 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
+
+from tests.servers.processes import end
+from tests.servers.programs import free_port, program
 
 DOCKER = Path(__file__).resolve().parent.parent.parent / "docker"
 _READY_S, _STOP_S = 30, 20
 
 
 def tool(name: str) -> str:
-    """The path of prometheus or promtool; without it the test is skipped, and in CI it fails."""
-    path = shutil.which(name)
-    if path is None:
-        reason = f"{name} is not installed (Debian's package prometheus)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
+    return program(name, package="prometheus")
 
 
 @dataclass(frozen=True)
@@ -82,9 +75,7 @@ def _configuration(target: str, folder: Path) -> Path:
 def running_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     """Scrape host:port `target` until the block ends; data and log go to `folder`."""
     binary = tool("prometheus")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     log = folder / "prometheus.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -110,9 +101,4 @@ def running_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
         wait_until(is_ready, "ready")
         yield prometheus
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, _STOP_S)

@@ -16,7 +16,6 @@ from ropewalk.server.startup.load_service import load_service
 from tests.docker.dashboard import DASHBOARD, PANELS, QUERIES, ROOT
 
 DOCKER = ROOT / "docker"
-GRAFANA = DOCKER / "grafana"
 
 
 def read(name: str) -> Any:

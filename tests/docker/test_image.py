@@ -18,8 +18,8 @@ import torch
 
 from ropewalk.server.settings.load import ServeSettings
 from tests.docker.dockerfile import ROOT, STAGES, instructions
-from tests.docker.real_nginx import free_address
 from tests.servers.processes import Server
+from tests.servers.programs import free_port
 
 COPIED = [
     word
@@ -87,7 +87,7 @@ def test_the_builder_is_given_what_is_copied_and_nothing_else() -> None:
 def test_the_check_is_content_with_a_running_server_only(server: Server) -> None:
     """Nothing listens on the other port."""
     assert is_healthy(server.url.rpartition(":")[2])
-    assert not is_healthy(free_address().rpartition(":")[2])
+    assert not is_healthy(str(free_port()))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 def test_what_is_installed_serves_and_stops(installed: Path) -> None:
     """The image's variables, entry point and check; the stop signal ends the process cleanly."""
-    port = free_address().rpartition(":")[2]
+    port = str(free_port())
     environment = {
         **VARIABLES,
         "PATH": f"{installed}/opt/ropewalk/bin:/usr/bin:/bin",

@@ -1,7 +1,6 @@
 """The manifest for a cluster and the systemd unit fit the server and each other."""
 
 import configparser
-import os
 import re
 import shlex
 import shutil
@@ -20,6 +19,7 @@ from ropewalk.server.startup.gate import key_table_of
 from ropewalk.server.startup.lifecycle import _FAREWELL_S
 from tests.docker.dockerfile import instructions
 from tests.servers.processes import running_server
+from tests.servers.programs import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "docker/kubernetes.yaml"
@@ -32,14 +32,6 @@ SERVER = POD["containers"][0]
 VOLUMES = {each["name"]: each for each in POD["volumes"]}
 MOUNTS = {PurePosixPath(each["mountPath"]): each for each in SERVER["volumeMounts"]}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-
-
-def missing(what: str) -> None:
-    """Skip the test without an optional part; in CI nothing may be missing."""
-    reason = f"{what} is not installed"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def mount_of(path: str) -> dict[str, Any]:

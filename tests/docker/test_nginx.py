@@ -16,9 +16,10 @@ import pytest
 
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.gate import body_limits_of
-from tests.docker.real_nginx import Nginx, binary, free_address, running_nginx
+from tests.docker.real_nginx import Nginx, binary, running_nginx
 from tests.docker.real_prometheus import DOCKER, wait_until
 from tests.servers.processes import Server, running_server
+from tests.servers.programs import free_port
 
 pytestmark = pytest.mark.costly(by="file")
 
@@ -161,7 +162,7 @@ def test_refusals_are_the_servers_and_their_metrics_are_not_mixed(balanced: Bala
 
 def test_without_any_server_the_answer_is_an_error_that_clients_can_read(tmp_path: Path) -> None:
     """OpenAI's clients wait for Retry-After, and try again."""
-    gone = [f"http://{free_address()}" for _ in range(2)]
+    gone = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     with running_nginx(tmp_path, *gone) as nginx:
         for _ in range(2):  # at the second request, both are known to be away
             answer = httpx.post(f"{nginx.url}/v1/completions", json=body(1))

@@ -1,7 +1,5 @@
 """A real Chromium (Debian's package), steered by Playwright, and a server of the embedded model."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -9,26 +7,16 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.servers.processes import Server, running_server
+from tests.servers.programs import program
 
 # Tests run as root in containers, where Chromium's sandbox cannot start.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
-def chromium() -> str:
-    """The path of Chromium; without it the test is skipped, and in CI it fails."""
-    path = shutil.which("chromium")
-    if path is None:
-        reason = "chromium is not installed (Debian's package chromium)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """One Chromium for a module's tests; Playwright's event loop must not outlive them."""
-    path = chromium()
+    path = program("chromium", package="chromium")
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         yield running

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,18 @@ def metrics(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def disk_server(folder: Path, gib: str = "1", *flags: str) -> Iterator[Server]:
-    """A server whose folder is open."""
-    with running_server("--kv-disk", str(folder), "--kv-disk-gib", gib, *flags) as server:
+def storing_server(*flags: str) -> Iterator[Server]:
+    """A server whose folder or store is open."""
+    with running_server(*flags) as server:
         deadline = time.monotonic() + 60
         while not any("kv_disk_open" in line for line in server.log):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         yield server
+
+
+def disk_server(folder: Path, gib: str = "1", *flags: str) -> AbstractContextManager[Server]:
+    return storing_server("--kv-disk", str(folder), "--kv-disk-gib", gib, *flags)
 
 
 @pytest.mark.costly

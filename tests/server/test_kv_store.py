@@ -2,9 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup import gate
 from ropewalk.server.startup.gate import checked, key_warnings
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
-from tests.server.test_kv_disk import ask, metrics
-from tests.servers.processes import Server, running_server, without_replicas
+from tests.server.test_kv_disk import ask, metrics, storing_server
+from tests.servers.processes import Server, without_replicas
 from tests.servers.valkey_server import running_store
 
 pytestmark = without_replicas
@@ -24,15 +23,8 @@ pytestmark = without_replicas
 PASSWORD = "Secret-of-9-stores"  # noqa: S105  # of a store that this test starts
 
 
-@contextmanager
-def store_server(url: str, *flags: str) -> Iterator[Server]:
-    """A server whose store is open."""
-    with running_server("--kv-store", url, *flags) as server:
-        deadline = time.monotonic() + 60
-        while not any("kv_disk_open" in line for line in server.log):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield server
+def store_server(url: str, *flags: str) -> AbstractContextManager[Server]:
+    return storing_server("--kv-store", url, *flags)
 
 
 @pytest.mark.costly

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
-from ropewalk.server.startup.planning.context_buckets import default_context_buckets
-from tests.servers.processes import Server, running_server, without_replicas
+from ropewalk.server.startup.planning.serving_plan import default_context_buckets
+from tests.servers.processes import (
+    Server,
+    num_descriptors,
+    rss_mib,
+    running_server,
+    without_replicas,
+)
 
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 # (prompt tokens, tokens to generate)
@@ -186,16 +191,9 @@ def test_the_process_is_measured(fresh: Server) -> None:
     """The names are those of every Prometheus client; the values are compared with /proc."""
     found = samples(fresh)
     resident = found["process_resident_memory_bytes", ()]
-    (line,) = (
-        line
-        for line in Path(f"/proc/{fresh.pid}/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    )
-    assert resident == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
+    assert resident == pytest.approx(rss_mib(fresh.pid) * 2**20, rel=0.1)
     assert found["process_cpu_seconds_total", ()] > 1
-    assert found["process_open_fds", ()] == pytest.approx(
-        len(list(Path(f"/proc/{fresh.pid}/fd").iterdir())), abs=5
-    )
+    assert found["process_open_fds", ()] == pytest.approx(num_descriptors(fresh.pid), abs=5)
 
 
 def test_steps_are_timed_by_part(fresh: Server) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -99,6 +100,38 @@ def children_of(pid: int, module: str) -> list[int]:
     return found
 
 
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    return _mib(pid, "VmRSS")
+
+
+def peak_mib(pid: int) -> float:
+    """The largest resident memory that the process ever had."""
+    return _mib(pid, "VmHWM")
+
+
+def _mib(pid: int, name: str) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"{name}:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def num_descriptors(pid: int) -> int:
+    """Open files and sockets of a process."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def end(process: Popen[Any] | Fork, seconds: float = _STOP_S) -> None:
+    """Ask a process to end, and kill it if it has not after so many seconds."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _start(
     arguments: Sequence[str], module: str, stderr: int, subcommand: str
 ) -> Popen[bytes] | Fork:
@@ -138,12 +171,7 @@ def running_server(
         reader.start()
         yield Server(found[1], banner, process.pid, lines)
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
         if reader is not None:
             reader.join()
         stderr.close()

@@ -1,7 +1,5 @@
 """A real store of keys and values on this machine: valkey-server, or redis-server; always ended."""
 
-import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests.servers.programs import free_port, program
 
 _START_S = 30
 _STOP_S = 20
@@ -21,9 +19,7 @@ class RunningStore:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         """Keep its log in a folder; `arguments` are further ones of its command line."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"valkey://127.0.0.1:{self.port}"
         self._log = folder / "store.log"
         self._command = [
@@ -63,14 +59,7 @@ class RunningStore:
 
 
 def binary() -> str:
-    """The path of the server; without one the test is skipped, and in CI it fails."""
-    path = shutil.which("valkey-server") or shutil.which("redis-server")
-    if path is None:
-        reason = "no store is installed (Debian's package valkey-server or redis-server)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
+    return program("valkey-server", "redis-server", package="valkey-server")
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The kernel of `attention_ranges.py` over sealed and open pages; imported when it is needed."""
+"""The kernel of `attention_ranges.py` over sealed and open pages.
+
+It is a file of its own, because its import compiles, and few models read ranges of sealed pages.
+"""
 
 from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import SINGLY
 from ropewalk.model_runtime.cpu_kernels.attention.attention_ranges import ranges_kernel

@@ -8,8 +8,6 @@ Shapes: T = flat tokens, Y = columns of a row, C = channels, W = taps, X = segme
 L = the W - 1 inputs that a slot keeps.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,17 +24,10 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     store,
 )
 
+# A row is consecutive tokens of one sequence: their begin and end in the flat row, the slot with
+# the state before them (NO_SLOT: zeros), and that for the state after them, maybe the same.
 Segments = NDArray[np.int64]  # [X, 4]
-NO_SLOT = -1  # of a segment that begins with zeros
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of one sequence, as a row of `Segments`."""
-
-    begin: int  # in the flat row
-    end: int
-    read: int  # the slot with the state before them; NO_SLOT: zeros
-    write: int  # the slot for the state after them, which may be the same
+NO_SLOT = -1
 
 
 @jit()

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.file_versions import version_of
+from ropewalk.model_runtime.loading.files.file_versions import version_of
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     described,

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.config_limits import impossible
 from ropewalk.model_runtime.formats.gguf.gguf_config import ROPE_TENSORS, Fields
 from ropewalk.model_runtime.formats.gguf.gguf_file import GgufFile, TensorInfo
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ropewalk.model_runtime.layers.experts.low_bit import is_experts
+from ropewalk.model_runtime.layers.experts.router_names import is_router
 from ropewalk.model_runtime.layers.packed_linear import rowwise
-from ropewalk.model_runtime.routers import is_router
 
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
 _TOP_K = {torch.topk, torch.Tensor.topk}

@@ -1,13 +1,18 @@
-"""The part of a mixture's weights that one token reads, from the files' headers."""
+"""The part of a mixture's weights that one token reads, and the tokens a second that it allows.
 
+The sizes come from the files' headers. The speed is that of this machine's memory.
+"""
+
+import os
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.loading.low_bits.memory_rate import rate_text
 from ropewalk.model_runtime.loading.low_bits.planned import header_shapes
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
@@ -18,6 +23,8 @@ _GGUF_EXPERTS = re.compile(r"_exps\.(weight|bias)$")
 _EXPERTS = re.compile(r"\.experts\.|(block_sparse_moe|mlp)\.(input|output)_linear\.weight$")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_RATE_BYTES = 1 << 28  # more than caches hold
+_RATE_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ def active_lines(active: Active | None, device_type: str) -> list[str]:
         return []
     lines = [f"experts          {active}"]
     if device_type == "cpu":
-        lines.append(f"memory speed     {rate_text(active.num_bytes)}")
+        lines.append(f"memory speed     {_rate_text(active.num_bytes)}")
     return lines
 
 
@@ -91,3 +98,32 @@ def _routed(outline: ModelConfig) -> Iterator[int]:
     for name, shape in header_shapes(outline):
         if (_GGUF_EXPERTS if is_gguf else _EXPERTS).search(name):
             yield prod(shape)
+
+
+def _read_rate(num_threads: int) -> float:
+    """Measure the bytes that threads read from memory in a second, together.
+
+    It takes a third of a second: numpy sums an array that no cache holds, and the best of three
+    counts.
+    """
+    import numpy as np  # noqa: PLC0415  # only mixtures need it here
+
+    numbers = np.ones(_RATE_BYTES // 8, np.int64)
+    shares = np.array_split(numbers, num_threads)
+    best = 0.0
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(_RATE_ROUNDS):
+            began = time.perf_counter()
+            list(pool.map(np.sum, shares))  # without the GIL
+            best = max(best, numbers.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def _rate_text(num_bytes: int) -> str:
+    """Return the tokens a second of one sequence, if each reads so many bytes of weights."""
+    num_threads = len(os.sched_getaffinity(0))
+    rate = _read_rate(num_threads)
+    return (
+        f"{rate / 1e9:.3g} GB/s read by {num_threads} thread{'s' * (num_threads > 1)}, so at most "
+        f"{rate / num_bytes:,.3g} tokens/s for one sequence without drafts"
+    )

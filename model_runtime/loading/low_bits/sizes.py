@@ -16,7 +16,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
-from ropewalk.model_runtime.routers import is_router
+from ropewalk.model_runtime.layers.experts.router_names import is_router
 
 Weights = Literal["stored", "int8", "dequantised"]
 Activations = Literal["exact", "int8"]

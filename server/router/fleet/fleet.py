@@ -12,12 +12,11 @@ import structlog
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_answer
 from ropewalk.server.replicas.choice import ReplicaChoice
 from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.fleet.addresses import targets_of
 from ropewalk.server.router.fleet.facts import Facts, Served, difference, facts_of
 from ropewalk.server.router.fleet.fleet_page import FleetPage
 from ropewalk.server.router.fleet.fleet_stats import FleetStats
 from ropewalk.server.router.text_pages import PAGE_TOKENS
-from ropewalk.server.router.upstream import Headers, LostError, Server, Target
+from ropewalk.server.router.upstream import Headers, LostError, Server, Target, targets_of
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before

@@ -49,7 +49,7 @@ def describe(plan: ServingPlan) -> list[str]:
         if deployment.policy == "pinned" or deployment.overridable:
             lines.append(f"    reserve        {_reserve(deployment)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
-    size = size_text(plan.cache_bytes - plan.state_bytes - plan.exact_bytes)
+    size = size_text(plan.cache_parts["pages"])
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
     lines += _window_lines(plan)
     lines += _format_lines(plan)
@@ -141,7 +141,7 @@ def _format_lines(plan: ServingPlan) -> list[str]:
         f"{numbers}); {size_text(plan.open_bytes)} of open pages for {plan.config.max_num_seqs} "
         f"sequences, {size_text(plan.stage_bytes)} of pages that a step fills"
     ]
-    both_bytes = plan.capacity * plan.token_bytes + plan.exact_bytes
+    both_bytes = plan.cache_bytes - plan.state_bytes
     if plan.open_bytes > _LARGE_SHARE * both_bytes:
         lines.append(
             f"    open pages     take {plan.open_bytes / both_bytes:.0%} of the cache: a lower "

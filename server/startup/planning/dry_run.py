@@ -50,12 +50,8 @@ from ropewalk.server.startup.planning.banner_lines import (
     warning_lines,
 )
 from ropewalk.server.startup.planning.format_advice import format_advice
-from ropewalk.server.startup.planning.serving_plan import (
-    ModelFacts,
-    ServingPlan,
-    plan_deployments,
-    plan_serving,
-)
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.server.startup.planning.template_of import chat_template_of
 
 
@@ -273,7 +269,7 @@ def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
             # The special tokens, which only a whole tokenizer tells, may be all that it lacks.
             if source.is_file():
                 return _tried_template(settings, lambda: found[0], _special_tokens(source))
-    from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
+    from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
     return _tried_template(settings, tokenizer.own_template, tokenizer.special_tokens_map)

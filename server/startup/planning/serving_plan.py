@@ -1,12 +1,11 @@
-"""The serving plan: deployments and limits, from the settings and the facts about a model.
+"""The serving plan: the size of the cache and the limits, from settings and facts about a model.
 
 Planning needs no weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import (
@@ -17,21 +16,23 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 )
 from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
-from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
+from ropewalk.rope import NativeRope, Profile
+from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.settings.sections import DeploymentSettings
-from ropewalk.server.startup.planning.context_buckets import default_context_buckets
-from ropewalk.server.startup.planning.held_windows import padded, planned_groups, windows_beside
+from ropewalk.server.startup.planning.held_windows import padded, planned_groups
+from ropewalk.server.startup.planning.planned_deployments import (
+    fitted,
+    num_profiles,
+    plan_deployments,
+    profiles_of,
+    within_cache,
+)
 
-EMBEDDED_NAME = "ropewalk-demo"
 _STEP_TARGET_S = 0.1  # by default; it follows longer decode steps
-_EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,19 @@ class ServingPlan:
         return self.config.capacity
 
     @property
+    def cache_parts(self) -> dict[str, int]:
+        """Return the bytes of the cache by part, of those that there are."""
+        parts = {
+            "pages": self.capacity * self.token_bytes,
+            "open": self.open_bytes,
+            "stage": self.stage_bytes,
+            "states": self.state_bytes,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    @property
     def cache_bytes(self) -> int:
-        return self.capacity * self.token_bytes + self.state_bytes + self.exact_bytes
+        return sum(self.cache_parts.values())
 
     @property
     def page_bytes(self) -> int:
@@ -101,51 +113,9 @@ class ServingPlan:
         return _stage_bytes(self.config, self.stage_page_bytes)
 
     @property
-    def exact_bytes(self) -> int:
-        """Return the size of all exact pages beside sealed ones in bytes."""
-        return self.open_bytes + self.stage_bytes
-
-    @property
     def state_bytes(self) -> int:
         """Return the size of all slots of states in bytes."""
         return self.config.num_state_slots * self.slot_bytes
-
-
-def model_name(settings: ServeSettings) -> str:
-    """Return the name of the settings' model: the given one, or that of its folder or hub id."""
-    if settings.served_model_name is not None:
-        return settings.served_model_name
-    if settings.model is None:
-        return EMBEDDED_NAME
-    folder = Path(settings.model)
-    if folder.suffix == ".gguf":
-        return folder.stem
-    return (folder.resolve() if folder.is_dir() else folder).name
-
-
-def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
-    """Build the deployments, regardless of the available memory. Raises SettingsError."""
-    planned = []
-    problems = []
-    for name, stated in _stated(settings).items():
-        try:
-            planned.append(_deployment(settings, name, stated, native))
-        except SettingsError as error:
-            problems.append(str(error))
-    problems += _problems_of_aliases(settings.model_aliases or {}, settings)
-    if problems:
-        raise SettingsError("\n".join(problems))
-    return tuple(planned)
-
-
-def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) -> Iterator[str]:
-    """Yield what is wrong with each alias."""
-    names = list(_stated(settings))
-    for alias, name in aliases.items():
-        if alias in names:
-            yield f"model_aliases: {alias!a} is a deployment, and cannot be another one's alias"
-        elif name not in names:
-            yield f"model_aliases: {alias!a} must name one of {', '.join(names)}; got {name!a}"
 
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
@@ -200,79 +170,6 @@ def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
         )
 
 
-def within_cache(
-    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
-) -> tuple[Deployment, ...]:
-    """Return the deployments with requests no longer than the cache of this config holds.
-
-    Raises SettingsError if a max_model_len of the settings is larger.
-    """
-    fitting = _fitting(settings, deployments, config)
-    problems = [
-        f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
-        f"({config.longest_context} tokens), got {stated.max_model_len}"
-        f"{_needed(settings, deployment, config)}"
-        for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
-        if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
-    ]
-    if problems:
-        raise SettingsError("\n".join(problems))
-    return fitting
-
-
-def _fitting(
-    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
-) -> tuple[Deployment, ...]:
-    return tuple(
-        each.within_cache(
-            config.longest_context,
-            num_step_tokens=_step_tokens(settings),
-            room=config.room_beside_windows,
-        )
-        for each in deployments
-    )
-
-
-def _step_tokens(settings: ServeSettings) -> int:
-    """Return the most positions that a step adds to the pages of a request that releases some."""
-    return settings.max_num_batched_tokens + 4 * settings.page_size
-
-
-def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfig) -> str:
-    """Return a clause with the cache that any length needs; empty if requests keep all pages."""
-    kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
-    if kept is None or method is None:
-        return ""
-    return (
-        f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
-        f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
-        f"four pages{windows_beside(config)}"
-    )
-
-
-def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
-    """Return the profiles that the deployments' own tiers and position methods need, each once."""
-    return tuple(
-        {
-            tier.profile: None
-            for each in deployments
-            for tiers in (each.own_tiers, *each.positions.values())
-            for tier in tiers
-        }
-    )
-
-
-def num_profiles(deployments: Iterable[Deployment]) -> int:
-    """Return the number of profiles that requests may have, with the methods they may name."""
-    return len({tier.profile for each in deployments for tier in _all_tiers(each)})
-
-
-def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
-    further = (*deployment.positions.values(), *deployment.exact.values())
-    for tiers in (*deployment.tiers.values(), *further):
-        yield from tiers
-
-
 def memory_text(memory: MemoryProfile) -> str:
     """Describe the memory that is used beside the cache."""
     return (
@@ -280,36 +177,6 @@ def memory_text(memory: MemoryProfile) -> str:
         f"(measured), {size_text(memory.graph_bytes)} for graphs, "
         f"{size_text(memory.outside_bytes)} outside torch, of {size_text(memory.total_bytes)}"
     )
-
-
-def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
-    """Return the settings of each deployment by its name: those listed, or the only one."""
-    if settings.deployments is None:
-        return {model_name(settings): settings}
-    return {entry.name: entry for entry in settings.deployments}
-
-
-def _deployment(
-    settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
-) -> Deployment:
-    given: dict[str, Any] = {one: getattr(stated, one) for one in DeploymentSettings.model_fields}
-    if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
-        given["rope_scaling"] = _EMBEDDED_SCALING
-    options = DeploymentOptions(**given, page_size=settings.page_size)
-    build = partial(make_deployment, name, native)
-    try:
-        return build(options)
-    except RopeConfigError as first:
-        lines = []
-        for error in wrong_fields(options, build):
-            inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
-            lines.append(f"{_prefix(settings, name)}{inside}{error}")
-        raise SettingsError("\n".join(lines)) from first
-
-
-def _prefix(settings: ServeSettings, name: str) -> str:
-    """Return the start of an error message, which names the deployment if they are listed."""
-    return "" if settings.deployments is None else f"deployments: {name}: "
 
 
 def _config(
@@ -356,7 +223,7 @@ def _config(
             + _beside(config, facts)
             + ("" if size is None else f", got {size:g}")
         )
-    longest = max(each.max_len for each in _fitting(settings, deployments, config))
+    longest = max(each.max_len for each in fitted(settings, deployments, config))
     return replace(config, max_model_len=longest), memory
 
 
@@ -403,3 +270,14 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> in
         f"{memory_text(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
         "max_num_seqs"
     )
+
+
+def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
+    """Return bucket bounds at fractions and multiples of the native length.
+
+    The fractions keep ordinary traffic from falling into one bucket.
+    """
+    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
+    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
+    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
+    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]

@@ -8,7 +8,7 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.rope import NTK, Linear, RopeConfigError, Yarn, native_rope
-from ropewalk.server.startup.planning.serving_plan import num_profiles
+from ropewalk.server.startup.planning.planned_deployments import num_profiles
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 BLOCK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

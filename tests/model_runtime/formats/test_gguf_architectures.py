@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 
 from ropewalk.model_runtime.formats.gguf.gguf_architectures import ALTERNATIVES, ARCHITECTURES
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
 from ropewalk.model_runtime.loading.plain_config import PlainConfig, torch_dtype
 from tests.checkpoints.gguf_cases import CASES, Case

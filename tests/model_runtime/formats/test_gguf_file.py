@@ -209,7 +209,7 @@ def test_all_parts_of_a_split_file_are_loaded(tmp_path: Path) -> None:
     for source in (tmp_path, parts[0], parts[1]):
         loaded = load_checkpoint(source, device="cpu")
         assert loaded.vocab_size == 300
-    from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+    from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 
     loaded_model = load_gguf_model(parts[0], gguf_config(parts[0]), loaded.dtype)
     assert same_weights(loaded_model, LLAMA.model())

@@ -13,7 +13,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_hybrids import logs_of_rates
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, ReorderedLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.checkpoints.gguf_cases import CASES, Case

@@ -14,7 +14,7 @@ from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import (
     FileTokenizer,
     read_tokenizer,
 )
-from ropewalk.model_runtime.loading.gguf_checkpoint import load_gguf_tokenizer
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import load_gguf_tokenizer
 from tests.checkpoints.gguf_files import byte_vocabulary, write_file
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

@@ -17,9 +17,9 @@ from ropewalk.model_runtime.formats.dequantise import open_weights, unpack
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.files.quantised_checkpoint import load_quantised
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
-from ropewalk.model_runtime.loading.quantised_checkpoint import load_quantised
 from tests.checkpoints.quantised_cases import CASES, case
 from tests.checkpoints.quantised_files import (
     Case,

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 
 TEXT = "print(PORT_4821)  # -> 93175\n    def _close(self):\r\n\treturn '12 345'\n"
 

@@ -34,8 +34,6 @@ from ropewalk.model_runtime.runner.sampler import (
 )
 from tests.sampling import few
 
-INFINITY = math.inf
-
 
 def drawn_by_whole_sort(
     scaled_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]

@@ -14,7 +14,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [{"role": "user", "content": "import os, sys, json"}]},
 }
 BOTH = pytest.mark.parametrize("route", list(BODIES))
-PER_TOKEN = ("prompt", "predicted")
 
 
 def text_of(server: Server, route: str, **fields: Any) -> str:

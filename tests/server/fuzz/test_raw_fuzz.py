@@ -33,9 +33,8 @@ from tests.server.fuzz.raw_http import (
     exchange,
     request,
 )
-from tests.server.load.soak_watch import peak_mib, rss_mib
 from tests.server.test_metrics import value
-from tests.servers.processes import Server
+from tests.servers.processes import Server, peak_mib, rss_mib
 from tests.servers.progress import say
 
 pytestmark = pytest.mark.alone

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,32 +12,10 @@ from statistics import median
 from typing import Self
 
 from tests.server.test_metrics import samples
-from tests.servers.processes import Server
+from tests.servers.processes import Server, num_descriptors, rss_mib
 from tests.servers.progress import say
 
 _EVERY_S, _SAY_EVERY = 1.0, 10
-
-
-def rss_mib(pid: int) -> float:
-    """Resident memory of a process."""
-    return _mib(pid, "VmRSS")
-
-
-def peak_mib(pid: int) -> float:
-    """The largest resident memory that the process ever had."""
-    return _mib(pid, "VmHWM")
-
-
-def _mib(pid: int, name: str) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(rf"{name}:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-def num_descriptors(pid: int) -> int:
-    """Open files and sockets of a process."""
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import pytest
 from ropewalk.server.settings.load import ServeSettings
 from tests.server.fuzz.attack import ask_health, greedy, wait_until_idle
 from tests.server.fuzz.raw_http import address_of, exchange, read_replies, request
-from tests.server.load.soak_watch import num_descriptors, rss_mib, settle, wait_for
+from tests.server.load.soak_watch import settle, wait_for
 from tests.server.test_metrics import samples, value
-from tests.servers.processes import Server, running_server
+from tests.servers.processes import Server, num_descriptors, rss_mib, running_server
 from tests.servers.progress import say
 
 pytestmark = pytest.mark.alone

@@ -21,13 +21,11 @@ from tests.server.load.soak_watch import (
     Moment,
     Trend,
     Watch,
-    num_descriptors,
-    rss_mib,
     wait_for,
     write,
 )
 from tests.server.test_metrics import samples
-from tests.servers.processes import Server, running_server
+from tests.servers.processes import Server, num_descriptors, rss_mib, running_server
 from tests.servers.progress import say
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,11 +52,6 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended may wait for its parent for ever."""
     state = _text(pid, "stat").rpartition(")")[2].split()
     return bool(state) and state[0] != "Z"
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process."""
-    return int(_text(pid, "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def metrics_of(server: Server) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from tests.server.ray.cluster import (
     wait_until,
 )
 from tests.servers.processes import Server, command, running_server
+from tests.servers.programs import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -124,9 +124,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
 
 def test_serve_run_serves_behind_rays_own_proxy() -> None:
     """For those who run Ray already: the application by its import path."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = (
         "import sys, ray; from ray import serve; from ropewalk.server.ray_app import build\n"
         "ray.init(num_cpus=2, include_dashboard=False)\n"

@@ -13,13 +13,12 @@ from tests.server.ray.cluster import (
     Answer,
     body,
     metrics_of,
-    resident_bytes,
     servers_of,
     stream,
     total,
     wait_for_replicas,
 )
-from tests.servers.processes import Server
+from tests.servers.processes import Server, rss_mib
 from tests.servers.progress import say
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -33,21 +32,21 @@ def test_counters_are_what_clients_saw_and_memory_is_flat(fleet: Server) -> None
     """A kill a minute loses no request, and the router does not grow."""
     wait_for_replicas(fleet, 2)
     asyncio.run(_load(fleet, 8, kills=False))  # what is allocated once is allocated
-    before, bytes_before = metrics_of(fleet), resident_bytes(fleet.pid)
+    before, before_mib = metrics_of(fleet), rss_mib(fleet.pid)
     answers, num_kills = asyncio.run(_load(fleet, SECONDS, kills=True))
     after = metrics_of(fleet)
-    grown = resident_bytes(fleet.pid) - bytes_before
+    grown_mib = rss_mib(fleet.pid) - before_mib
 
     def difference(family: str) -> float:
         return total(after, family) - total(before, family)
 
-    say(f"{len(answers)} answers, {num_kills} kills, {grown / 2**20:.1f} MiB more in the router")
+    say(f"{len(answers)} answers, {num_kills} kills, {grown_mib:.1f} MiB more in the router")
     assert [each.error for each in answers if each.error] == []
     assert all(each.num_done == 1 for each in answers)
     assert num_kills >= 1
     assert difference("ropewalk_router_requests_total") == len(answers)
     assert total(after, "ropewalk_requests_running") == 0
-    assert grown < 48 * 2**20
+    assert grown_mib < 48
 
 
 async def _load(server: Server, seconds: float, *, kills: bool) -> tuple[list[Answer], int]:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from ropewalk.server.serve_command import _run_on
+from ropewalk.server.ray.serving import _run_on
 
 
 def test_a_loop_that_has_ended_runs_nothing_and_raises_nothing() -> None:

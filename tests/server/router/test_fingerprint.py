@@ -10,7 +10,7 @@ import pytest
 from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.server.api.fingerprint import Fingerprint
+from ropewalk.server.api.service import Fingerprint
 from ropewalk.server.router.fleet.facts import Facts, difference, facts_of, why_none_goes_on
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup import fingerprint

@@ -20,12 +20,8 @@ from ropewalk.server.startup.planning import dry_run, model_facts
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.serving_plan import (
-    ModelFacts,
-    num_profiles,
-    plan_serving,
-    profiles_of,
-)
+from ropewalk.server.startup.planning.planned_deployments import num_profiles, profiles_of
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")

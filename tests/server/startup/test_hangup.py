@@ -186,11 +186,11 @@ def test_a_second_signal_with_replicas_has_the_code_of_a_plain_server(num_runnin
     code = f"""
 import signal
 from types import SimpleNamespace
-from ropewalk.server import serve_command
+from ropewalk.server.ray import serving
 from ropewalk.server.process import hangups
 hangups._ONE_SIGNAL_S = 0.0
 door = SimpleNamespace(num_running={num_running})
-serve_command._handle_signals(SimpleNamespace(door=door, handle_exit=lambda *_: print("drains")))
+serving._handle_signals(SimpleNamespace(door=door, handle_exit=lambda *_: print("drains")))
 signal.raise_signal(signal.SIGTERM)
 print("serves")
 signal.raise_signal(signal.SIGTERM)

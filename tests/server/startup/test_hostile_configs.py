@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from ropewalk.model_runtime.config_limits import impossible
+from ropewalk.model_runtime.formats.config_limits import impossible
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, INDEX, SINGLE
 from ropewalk.model_runtime.loading.plain_config import PLAIN_TYPES, text_values
 from tests.checkpoints.gguf_cases import CASES

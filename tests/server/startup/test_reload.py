@@ -13,7 +13,7 @@ import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.server.settings.load import SettingsError
-from ropewalk.server.startup.planning.serving_plan import num_profiles
+from ropewalk.server.startup.planning.planned_deployments import num_profiles
 from ropewalk.server.startup.reload import check_released_pages, check_table_room
 from tests.doubles.engines import deployment_of
 from tests.server.load.soak_watch import wait_for

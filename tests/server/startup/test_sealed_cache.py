@@ -25,7 +25,6 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.load_service import cache_parts
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
@@ -80,7 +79,7 @@ def test_a_gib_holds_more_tokens(
     assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
-    parts = cache_parts(few)
+    parts = few.cache_parts
     assert list(parts) == ["pages", "open", "stage"]
     assert sum(parts.values()) == few.cache_bytes
     line = describe(few)[-1]
@@ -221,7 +220,7 @@ def test_bfloat16_holds_twice_the_tokens_of_float32(embedded: Checkpoint) -> Non
     """No page is sealed, so nothing is held beside the pages."""
     exact = planned(embedded, kv_cache_gib="1")
     few = planned(embedded, kv_cache_gib="1", kv_cache_dtype="bfloat16")
-    assert (few.token_bytes, few.exact_bytes) == (23_040, 0)
+    assert (few.token_bytes, list(few.cache_parts)) == (23_040, ["pages"])
     assert 0 <= few.capacity - 2 * exact.capacity <= 64
     assert describe(few)[-1] == (
         "    format         bfloat16, 23040 bytes a token (auto: 46080); keys and values are "

@@ -19,12 +19,8 @@ from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.planning.serving_plan import (
-    ModelFacts,
-    ServingPlan,
-    plan_deployments,
-    plan_serving,
-)
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
 from tests.checkpoints.tiny_models import tiny_config, tiny_model
 from tests.doubles.engines import checkpoint_of, tiny_checkpoint

@@ -13,12 +13,8 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError, load_set
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.serving_plan import (
-    ModelFacts,
-    ServingPlan,
-    plan_deployments,
-    plan_serving,
-)
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments
+from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
 from tests.checkpoints.tiny_models import tiny_config
 from tests.doubles.engines import tiny_checkpoint

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import load_settings
-from ropewalk.server.startup.planning.serving_plan import plan_deployments
+from ropewalk.server.startup.planning.planned_deployments import plan_deployments
 from ropewalk.studies.evaluation import run as run_module
 from ropewalk.studies.evaluation.command import evaluate
 from ropewalk.studies.evaluation.plan import LengthOptions, make_plan

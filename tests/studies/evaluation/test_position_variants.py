@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.rope import NativeRope, native_rope
-from ropewalk.server.startup.planning.serving_plan import DeploymentOptions, make_deployment
 from ropewalk.studies.evaluation.plan import (
     METHODS,
     PLACED,

@@ -15,7 +15,7 @@ from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.file_versions import file_versions
+from ropewalk.model_runtime.loading.files.file_versions import file_versions
 from ropewalk.model_runtime.request import Output, Request
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result
@@ -156,9 +156,6 @@ def files(folder: Path) -> list[Path]:
     """All page files of a folder, those of a prefix's start first."""
     found = [path for path in folder.glob("v1/*/*/*") if len(path.name) == 64]
     return sorted(found, key=lambda path: -path.stat().st_mtime)
-
-
-Fault = Callable[[Path], object]
 
 
 def flip(path: Path, at: int) -> None:

@@ -17,8 +17,8 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
     identity_of,
 )
 from ropewalk.model_runtime.loading import checkpoint
-from ropewalk.model_runtime.loading import file_versions as file_versions_module
-from ropewalk.model_runtime.loading.file_versions import file_versions, version_of
+from ropewalk.model_runtime.loading.files import file_versions as file_versions_module
+from ropewalk.model_runtime.loading.files.file_versions import file_versions, version_of
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.scheduling.prefix_cache import canonical, next_key, root_key
 from ropewalk.rope import LongRope, Profile, Unscaled, Yarn

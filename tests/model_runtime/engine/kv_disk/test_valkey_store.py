@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.model_runtime.engine.kv_disk.disk_engines import (
     with_weights,
     written,
 )
+from tests.servers.programs import free_port
 from tests.servers.valkey_server import RunningStore, running_store
 
 PASSWORD = "Secret-of-9-stores"  # noqa: S105  # of a store that this test starts
@@ -366,9 +366,7 @@ def test_tls_checks_the_certificate_and_its_name(
     made += ["-addext", "subjectAltName=DNS:localhost"]
     made += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(made, check=True, capture_output=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     tls = ["--tls-port", str(port), "--tls-auth-clients", "no"]
     tls += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
     url = f"valkeys://{host}:{port}"

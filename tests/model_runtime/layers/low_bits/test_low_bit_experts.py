@@ -18,7 +18,7 @@ from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
 from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline

@@ -16,11 +16,11 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.dequantise import open_weights
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.loading.files.pretrained import from_pretrained
 from ropewalk.model_runtime.loading.low_bits.hold import hold_experts
 from ropewalk.model_runtime.loading.low_bits.mxfp4 import stored_experts
 from ropewalk.model_runtime.loading.low_bits.sizes import is_kept
 from ropewalk.model_runtime.loading.model_config import weight_files
-from ropewalk.model_runtime.loading.pretrained import from_pretrained
 
 _log = structlog.get_logger(__name__)
 

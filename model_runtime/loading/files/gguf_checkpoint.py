@@ -18,6 +18,7 @@ from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
 from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer
 from ropewalk.model_runtime.formats.gguf.gguf_weights import Weights
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix
+from ropewalk.model_runtime.loading.files.pretrained import fault_of
 from ropewalk.model_runtime.loading.load_progress import logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import (
     expert_holders,
@@ -28,7 +29,6 @@ from ropewalk.model_runtime.loading.low_bits.hold import (
     holders,
 )
 from ropewalk.model_runtime.loading.low_bits.sizes import can_hold, format_of_type
-from ropewalk.model_runtime.loading.pretrained import fault_of
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
