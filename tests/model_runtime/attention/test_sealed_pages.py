@@ -165,11 +165,14 @@ def test_odd_values_have_no_four_bits() -> None:
         SealedCache({0: Shape(16, 15)}, 1, PAGE, torch.float32, form=FORMATS["k8v4"], num_open=1)
 
 
-@pytest.mark.parametrize(("kind", "num_bytes"), [("int8", 136), ("k8v4", 108), ("int4", 72)])
-def test_bytes_of_a_token_and_head(kind: str, num_bytes: int) -> None:
-    """Of 64 dimensions and pages of 64, where float32 has 512."""
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "of_128"), [("int8", 136, 268), ("k8v4", 108, 216), ("int4", 72, 140)]
+)
+def test_bytes_of_a_token_and_head(kind: str, num_bytes: int, of_128: int) -> None:
+    """Of 64 dimensions and pages of 64, where float32 has 512; and of 128 dimensions."""
     shape = Shape(64, 64)
     assert FORMATS[kind].record_bytes(shape, 64) == num_bytes * 64
+    assert FORMATS[kind].record_bytes(Shape(128, 128), 64) == of_128 * 64
     store = SealedCache({0: shape, 1: shape}, 10, 64, torch.float32, form=FORMATS[kind], num_open=3)
     assert sum(each.nbytes for each in store.page_memory()) == 2 * KEY_HEADS * 10 * 64 * num_bytes
     open_bytes = 2 * 3 * KEY_HEADS * 64 * 512

@@ -152,8 +152,8 @@ def test_a_gpu_seals_pages_and_rounds_none(embedded: Checkpoint) -> None:
             stage_page_bytes=64 * 1536,
         )
         plans.append(plan_serving(settings, facts))
-    assert cache_parts(plans[0]) == cache_parts(plans[1])
-    assert list(cache_parts(plans[0])) == ["pages", "open", "stage"]
+    assert plans[0].cache_parts == plans[1].cache_parts
+    assert list(plans[0].cache_parts) == ["pages", "open", "stage"]
     assert describe(plans[0])[-1] == describe(plans[1])[-1]
     settings = load_settings({"kv_cache_dtype": "bfloat16"})
     with pytest.raises(SettingsError, match="on a GPU it must be auto, int8, k8v4, int4"):
