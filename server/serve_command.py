@@ -8,8 +8,8 @@ from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, is_there
 from ropewalk.server.process.hangups import end_process
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
-from ropewalk.server.settings.load import ServeSettings, load_settings
-from ropewalk.server.settings.sections import SECTIONS, DeploymentSettings
+from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
+from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.gate import checked, key_warnings
 from ropewalk.server.startup.start import serve_model
 

@@ -6,9 +6,9 @@
 from ropewalk.server.settings.fields import Section, unit_of
 from ropewalk.server.settings.flags import default_text
 from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
+from ropewalk.server.settings.load import SECTIONS
 from ropewalk.server.settings.problems import variable_of
 from ropewalk.server.settings.route_settings import ROUTE_SECTIONS
-from ropewalk.server.settings.sections import SECTIONS
 
 
 def table(section: type[Section]) -> str:

@@ -14,9 +14,8 @@ from ropewalk.server.api.rope_schema import RopeAnswer, RopeField
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import StructuredOutputs, TokenLogprobs
 from ropewalk.server.settings.fields import Section
-from ropewalk.server.settings.load import load_settings
+from ropewalk.server.settings.load import SECTIONS, load_settings
 from ropewalk.server.settings.route_settings import ROUTE_SECTIONS
-from ropewalk.server.settings.sections import SECTIONS
 from ropewalk.server.startup.app import create_app
 from ropewalk.server.startup.load_service import load_service
 from ropewalk.server.turns.chat_schema import ChatRequest, Message

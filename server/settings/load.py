@@ -18,6 +18,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import EXACT, seals
 from ropewalk.model_runtime.config import PAGE_UNIT, tier_setting
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
+from ropewalk.server.settings.fields import Section
 from ropewalk.server.settings.problems import (
     ENV_PREFIX,
     Sources,
@@ -66,6 +67,9 @@ class ServeSettings(
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
+
+# In the order of help and docs/settings.md.
+SECTIONS = tuple(each for each in ServeSettings.__bases__ if issubclass(each, Section))
 
 _WORD = re.compile("[a-z_]+")
 _CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}

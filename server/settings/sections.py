@@ -18,14 +18,6 @@ from ropewalk.server.settings.fields import (
     other_words,
     setting,
 )
-from ropewalk.server.settings.request_sections import (
-    AccessSettings,
-    GrammarSettings,
-    HttpSettings,
-    LimitSettings,
-    LogSettings,
-    ReplicaSettings,
-)
 
 
 class ModelSettings(Section):
@@ -367,19 +359,3 @@ class SourceSettings(Section):
             unit="JSON",
         )
     )
-
-
-# In the order of help and docs/settings.md.
-SECTIONS: tuple[type[Section], ...] = (
-    SourceSettings,
-    ModelSettings,
-    DeploymentSettings,
-    CacheSettings,
-    ParallelSettings,
-    HttpSettings,
-    AccessSettings,
-    LogSettings,
-    LimitSettings,
-    GrammarSettings,
-    ReplicaSettings,
-)

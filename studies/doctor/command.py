@@ -9,8 +9,7 @@ import click
 
 from ropewalk.server.sentences import sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
-from ropewalk.server.settings.load import ServeSettings, load_settings
-from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
 from ropewalk.server.wording import printable
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (

@@ -9,9 +9,8 @@ import yaml
 
 from ropewalk.server.ray.sent_settings import SentSettings
 from ropewalk.server.settings.fields import unit_of
-from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.settings.load import SECTIONS, ServeSettings, SettingsError, load_settings
 from ropewalk.server.settings.request_sections import ReplicaSettings
-from ropewalk.server.settings.sections import SECTIONS
 
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(
