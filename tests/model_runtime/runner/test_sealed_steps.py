@@ -38,7 +38,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
 
 
-@pytest.mark.sampled(drawn=1)
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("kind", BITS)
 def test_open_pages_are_right_one_step_ahead_of_the_host(
     llama_checkpoint: Checkpoint, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +109,7 @@ class Talk:
 
 
 @pytest.mark.costly
-@pytest.mark.sampled(drawn=1)
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("kind", BITS)
 def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks over pages, then decodes that fill a page, begin the next one, and are padded.
@@ -145,7 +145,7 @@ def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.M
 
 
 @pytest.mark.costly
-@pytest.mark.sampled(drawn=1)
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize(
     ("name", "is_held"), [("llama", False), ("gemma2", False), ("gemma2", True)]
