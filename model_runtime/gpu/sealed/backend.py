@@ -43,6 +43,10 @@ class SealedTritonAttention(TritonAttention):
         # Of layers with position methods and of those without; each made at first use.
         self._sealed_prompts: dict[bool, SealedPrompts] = {}
         device = batch.page_T.device
+        self._copies_2C = None  # int64, open pages that the step leaves, and their stages
+        if self._own.copies_C2:
+            copies_2C = np.array(self._own.copies_C2, dtype=np.int64).T
+            self._copies_2C = on_device(np.ascontiguousarray(copies_2C), device)
         if self._own.recorded_T is not None:
             # Any row may fill a page when the step is replayed.
             self._own_T, self._filled_F = self._own.recorded_T, batch.single_B
@@ -60,8 +64,8 @@ class SealedTritonAttention(TritonAttention):
         """Write keys and values; the first two tensors are a layer's sealed and open pages."""
         records_NKR, opened_XKE = keys_NKDO, values_NKOV
         staged_GKE = self._own.layer(*opened_XKE.shape[1:])
-        for open_page, stage in self._own.copies_C2:
-            staged_GKE[stage] = opened_XKE[open_page]
+        if self._copies_2C is not None:
+            staged_GKE[self._copies_2C[1]] = opened_XKE[self._copies_2C[0]]
         sides = key_TKD.shape[2], value_TKV.shape[2], self._own_page
         places = self._own_T, self._batch.offset_T
         write(key_TKD, value_TKV, *places, opened_XKE, staged_GKE, self._own_page)
