@@ -51,8 +51,8 @@ def laid_on_device(kind: str, name: str, **options: Any) -> Laid:
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("kind", BITS)
 def test_a_step_over_the_end_of_a_page_equals_float64(kind: str) -> None:
-    """A prompt whose first token fills a page, beside the first token of a page."""
-    laid = laid_on_device(kind, "rerope", contexts=((66, 3), (65, 1)))
+    """A prompt whose first token fills a page, beside the last and the first token of one."""
+    laid = laid_on_device(kind, "rerope", contexts=((66, 3), (64, 1), (65, 1)))
     assert largest_error(laid.run(), laid.expected(METHODS["rerope"][1])) < 1e-5
 
 
