@@ -112,6 +112,7 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \
+		tests/model_runtime/attention/test_triton_sealed.py \
 		tests/model_runtime/gpu tests/benchmarks/test_gpu_rotated_keys.py
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown

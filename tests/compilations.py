@@ -37,23 +37,30 @@ PLACED = [
     *(Profile(Unscaled(), logn_len, each) for each in METHODS for logn_len in (None, 128)),
 ]
 CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
+SEALED = replace(CONFIG, page_size=32, kv_cache_dtype="k8v4")
 
 
 def random_steps(
-    draw: random.Random, count: int, num_tables: int = len(PROFILES), num_groups: int = 1
+    draw: random.Random,
+    count: int,
+    num_tables: int = len(PROFILES),
+    num_groups: int = 1,
+    page_size: int = 16,
 ) -> Iterator[list[Span]]:
     """Steps of decodes and chunks that differ in every number; sequences may share pages."""
+    num_pages = CONFIG.kv_cache_tokens // page_size * num_groups
     for _ in range(count):
         spans = []
         for _ in range(draw.choice((1, 1, 2, 3, 5, 16, 21))):
             num_tokens = draw.choice((1, 1, 1, 2, 16, draw.randint(1, 70)))
             first = draw.choice((0, 15, 16, draw.randint(0, 1900)))
             pages = [
-                draw.randrange(CONFIG.num_pages)
-                for _ in range(((first + num_tokens) // 16 + 1) * num_groups)
+                draw.randrange(num_pages)
+                for _ in range(((first + num_tokens) // page_size + 1) * num_groups)
             ]
             rows = draw.choice((range(num_tokens - 1, num_tokens), range(num_tokens), range(0)))
-            spans.append(Span([0] * num_tokens, first, pages, draw.randrange(num_tables), rows))
+            span = Span([0] * num_tokens, first, pages, draw.randrange(num_tables), rows)
+            spans.append(span._replace(open_page=len(spans)))
         if not any(span.logit_rows for span in spans):
             spans[-1] = spans[-1]._replace(logit_rows=range(1))
         yield spans
@@ -62,7 +69,7 @@ def random_steps(
 def main() -> None:
     """Print one line for each chosen architecture: kernels compiled by the warm-up, and afterwards.
 
-    The last line is of a Llama with position methods.
+    The last lines are of a Llama with position methods, and of sealed pages.
     """
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
@@ -84,10 +91,16 @@ def main() -> None:
     checkpoints = {name: tiny_checkpoint(name) for name in CHOSEN}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
-    cases = [(name, checkpoint, PROFILES) for name, checkpoint in checkpoints.items()]
-    for name, checkpoint, profiles in (*cases, ("methods", checkpoints["llama"], PLACED)):
+    backends.has_gpu_kernels = lambda _: True  # for sealed pages
+    cases = [(name, checkpoint, PROFILES, CONFIG) for name, checkpoint in checkpoints.items()]
+    llama = checkpoints["llama"]
+    cases += [
+        ("methods", llama, PLACED, CONFIG), ("sealed", llama, PROFILES, SEALED),
+        ("sealed, methods", llama, PLACED, SEALED),
+    ]  # fmt: skip
+    for name, checkpoint, profiles, limits in cases:
         groups, _ = group_layers(checkpoint.windows, checkpoint.plans, CONFIG.max_model_len)
-        config = replace(CONFIG, page_groups=groups)
+        config = replace(limits, page_groups=groups)
         runner: ModelRunner = build_runner(checkpoint, config, profiles)
         compiled.clear()
         for cache in caches:
@@ -97,7 +110,7 @@ def main() -> None:
                 warm_up(runner, profile, 0, config)
         line = {"architecture": name, "warm_up": dict(compiled)}
         compiled.clear()
-        numbers = NUM_STEPS, len(profiles), config.num_groups
+        numbers = NUM_STEPS, len(profiles), config.num_groups, config.page_size
         for spans in random_steps(random.Random(name), *numbers):
             runner.run(spans)
         sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.attention.sealed.cache import SealedCache
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
 
@@ -42,6 +48,21 @@ CASES = {
         window=60, softcap=30.0, has_sinks=True, page_size=20, positions=ReRope(40),
     ),
     "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
+}  # fmt: skip
+SEALED_SPANS = ((3001, 1), (70, 3), (300, 200))
+SEALED_CASES = {
+    "sealed": Case(**LLAMA, spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64),
+    "sealed, all": Case(
+        heads=(6, 2), dims=(80, 64), spans=SEALED_SPANS, rotary_share=0.5, dtype=torch.bfloat16,
+        window=90, softcap=30.0, has_sinks=True, page_size=96,
+    ),
+    "sealed, rerope": Case(
+        **LLAMA, spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64, positions=ReRope(40),
+    ),
+    "sealed, float32": Case(spans=SEALED_SPANS, page_size=64),
+    "sealed, wide": Case(
+        heads=(8, 4), dims=(256, 256), spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64,
+    ),
 }  # fmt: skip
 
 
@@ -78,6 +99,12 @@ def usage(kernel: Any) -> dict[str, int]:
     return {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": shared_bytes}
 
 
+def ptx_of(kernel: Any) -> str:
+    """The code of a kernel before the last compilation."""
+    text: str = kernel.asm["ptx"]
+    return text
+
+
 def _only_compiled(case: str) -> Any:
     """The replacement of a launch."""
 
@@ -85,6 +112,8 @@ def _only_compiled(case: str) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             kernel = function.warmup(*args, grid=grid, **options)
             line = {"case": case, "kernel": function.__name__, **usage(kernel)}
+            if function.__name__ == "_seal":  # whose quotients are those of a CPU
+                line["approximate"] = re.findall(r"(?:div|rcp)\.(?:full|approx)\S*", ptx_of(kernel))
             sys.stdout.write(json.dumps(line) + "\n")
 
         return launch
@@ -118,6 +147,35 @@ def _compile_layers() -> None:
         gated(torch.randn(1, 3, 2 * half, dtype=dtype), activation)
 
 
+def _compile_sealed() -> None:
+    """Writes and reads of sealed pages: a decode, a prompt within a page, and one over pages."""
+    from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
+
+    for (name, case), kind in product(SEALED_CASES.items(), FORMATS):
+        JITFunction.__getitem__ = _only_compiled(f"{name}, {kind}")
+        laid = Laid(case, torch.device("cpu"))
+        (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
+        store = SealedCache(
+            {0: LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)}, 2,
+            case.page_size, case.dtype, form=FORMATS[kind], num_open=3,
+            device_backend=SealedTritonAttention,
+        )  # fmt: skip
+        places = laid.batch.places_S
+        spans = [
+            Span([0] * each.num_tokens, each.first_position, [0] * 99, each.table_id, range(0))
+            for each in places
+        ]
+        batch = store.with_own_pages(build_batch(spans, case.page_size, laid.device), spans)
+        num_tokens = len(batch.page_T)
+        key_TKD = torch.randn(num_tokens, num_key_heads, dim, dtype=case.dtype)
+        value_TKV = torch.randn(num_tokens, num_key_heads, value_dim, dtype=case.dtype)
+        attention = SealedTritonAttention(batch)
+        attention.write(*store.pages(0), key_TKD, value_TKV)
+        records, opened = store.pages(0)
+        attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=opened))
+        assert num_heads
+
+
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run."""
     from ropewalk.model_runtime.gpu import flash as triton_flash
@@ -136,6 +194,7 @@ def main() -> None:
         attention = TritonAttention(laid.batch)
         attention.write(laid.read.keys_NKDO, laid.read.values_NKOV, key_TKD, value_TKV)
         attention.read(laid.read)
+    _compile_sealed()
     _compile_layers()
 
 

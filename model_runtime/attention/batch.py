@@ -244,7 +244,14 @@ def single_rows(spans: Sequence[Span]) -> list[Span]:
     All keys of a step are written before any are read, so a row sees those of the rows before it.
     """
     return [
-        Span((token_id,), span.first_position + row, span.pages, span.table_id, range(1))
+        Span(
+            (token_id,),
+            span.first_position + row,
+            span.pages,
+            span.table_id,
+            range(1),
+            open_page=span.open_page,
+        )
         for span in spans
         for row, token_id in enumerate(span.token_ids)
     ]

@@ -78,7 +78,7 @@ class PlacedPrompts:
                 for range_index, mask, part in self._parts(index, place, window):
                     alike.setdefault((range_index, mask), []).append(part)
             self._groups[chosen] = [
-                self._group(parts, mask, tile)
+                placed_group(parts, mask, tile, self._table_width, self._device)
                 for (_, mask), every in alike.items()
                 for parts in divided(every)
             ]
@@ -94,7 +94,7 @@ class PlacedPrompts:
             begin_T, end_T, query_T = (each.numpy() for each in found)
             if window:
                 begin_T = np.maximum(begin_T, positions_T.numpy() + 1 - window)
-            for first, last in _runs(begin_T, end_T):
+            for first, last in runs(begin_T, end_T):
                 part = Part(
                     index,
                     place.begin + first,
@@ -106,32 +106,36 @@ class PlacedPrompts:
                     query_T[first : last + 1],
                     method.key_maps[range_index],
                 )
-                yield range_index, _mask(part, begin_T[first:], end_T[first:]), part
-
-    def _group(self, parts: list[Part], mask: Mask, tile: int) -> PlacedGroup:
-        maps_2G = np.array([part.key_map for part in parts]).T
-        maps_2G[maps_2G == 0] = BEYOND  # no modulus; or a divisor by which all keys are at 0
-        placed = [part.placed_T for part in parts if part.placed_T is not None]
-        num_tokens_G = [part.num_tokens for part in parts]
-        row_T, position_T, table_id_T, placed_T, modulus_G, divisor_G = together_on_device(
-            (
-                rows_of(parts),
-                positions_of(parts),
-                np.repeat([part.table_id for part in parts], num_tokens_G),
-                np.concatenate(placed),
-                *maps_2G,
-            ),
-            self._device,
-        )
-        return PlacedGroup(
-            group_of(parts, mask, tile, self._table_width, self._device),
-            QueryRows(row_T, position_T, table_id_T, placed_T),
-            modulus_G,
-            divisor_G,
-        )
+                yield range_index, mask_of(part, begin_T[first:], end_T[first:]), part
 
 
-def _runs(begin_T: Ints, end_T: Ints) -> Iterator[tuple[int, int]]:
+def placed_group(
+    parts: list[Part], mask: Mask, tile: int, table_width: int, device: torch.device
+) -> PlacedGroup:
+    """Return the group of these parts; each has the positions of its tokens and its key map."""
+    maps_2G = np.array([part.key_map for part in parts]).T
+    maps_2G[maps_2G == 0] = BEYOND  # no modulus; or a divisor by which all keys are at 0
+    placed = [part.placed_T for part in parts if part.placed_T is not None]
+    num_tokens_G = [part.num_tokens for part in parts]
+    row_T, position_T, table_id_T, placed_T, modulus_G, divisor_G = together_on_device(
+        (
+            rows_of(parts),
+            positions_of(parts),
+            np.repeat([part.table_id for part in parts], num_tokens_G),
+            np.concatenate(placed),
+            *maps_2G,
+        ),
+        device,
+    )
+    return PlacedGroup(
+        group_of(parts, mask, tile, table_width, device),
+        QueryRows(row_T, position_T, table_id_T, placed_T),
+        modulus_G,
+        divisor_G,
+    )
+
+
+def runs(begin_T: Ints, end_T: Ints) -> Iterator[tuple[int, int]]:
     """Yield the first and the last row of each run of rows whose bounds move alike.
 
     From row to row, each bound moves by 0 or by 1 throughout a run. Rows without keys are left out.
@@ -148,7 +152,7 @@ def _runs(begin_T: Ints, end_T: Ints) -> Iterator[tuple[int, int]]:
             yield first, last
 
 
-def _mask(part: Part, begin_T: Ints, end_T: Ints) -> Mask:
+def mask_of(part: Part, begin_T: Ints, end_T: Ints) -> Mask:
     """Return the mask of a run, whose bounds begin the arrays.
 
     A row alone is causal, because torch's flash attention takes another way for rows without masks.

@@ -129,10 +129,11 @@ def build_runner(
     config = _slotted(checkpoint, config)
     try:
         # One extra page for the padding of a captured step.
-        num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
+        num_spare = 1 if captures_graphs(checkpoint, config) else 0
+        num_pages = config.num_pages + num_spare
         on = checkpoint.dtype, checkpoint.device
         if config.seals_pages:
-            store: KVCache = sealed_store(checkpoint.plans, config, *on)
+            store: KVCache = sealed_store(checkpoint.plans, config, *on, num_spare)
         elif config.kv_cache_dtype == ROUNDED:
             store = rounded_store(checkpoint.plans, config, *on)
         else:

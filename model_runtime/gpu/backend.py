@@ -63,6 +63,7 @@ class TritonAttention:
         if batch.page_T.is_cuda:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
+        self._own_page = 0  # positions of a page, if each query's own page is read apart
         self._prompts = Prompts(batch)  # of layers whose tables have no position method
         self._divided: list[tuple[Prompts, PlacedPrompts]] = []  # the others, made at first use
 
@@ -121,7 +122,8 @@ class TritonAttention:
 
     def _work(self, read: LayerRead) -> WorkList:
         """Return the pieces of the contexts with one query token, for a layer's cut."""
-        cut, lists, methods = cut_of(read), self._batch.work_lists, read.tables.positions
+        cut = cut_of(read, own_page=self._own_page)
+        lists, methods = self._batch.work_lists, read.tables.positions
         if cut not in lists:
             places = self._batch.places_S
             position_S = np.array(

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import TILE
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
 from ropewalk.model_runtime.gpu.rotate import (
     KERNEL_LN_2,
     LOG2_E,
@@ -32,12 +33,12 @@ from ropewalk.model_runtime.gpu.rotate import (
     capped,
     is_interpreted,
     jit,
-    key_strides,
     padded,
     product,
     row,
     tile_len,
 )
+from ropewalk.model_runtime.gpu.sealed_numbers import sealed_keys, sealed_values
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
 
@@ -71,11 +72,16 @@ def _decode(
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
     FIELDS: tl.constexpr, PLACED: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
+    OWN: tl.constexpr = 0, KIND: tl.constexpr = None,
+    KEY_BITS: tl.constexpr = 0, VALUE_BITS: tl.constexpr = 0, GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """One key head and one piece of a sequence. The only piece of one writes the output itself.
 
     PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
     every period, and keys stand at their index without whole moduli, over the divisor.
+    KEY_BITS: earlier pages are sealed, and other pieces are left out. `keys` are then the records,
+    and `values` the same as float16. KIND is the type of the exact numbers.
+    OWN: the query's own page only. The table has the code of each token's open page.
     """
     head, entry = tl.program_id(0), entries + FIELDS * tl.program_id(1)
     sequence, slot = tl.load(entry), tl.load(entry + 3)
@@ -86,7 +92,16 @@ def _decode(
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
     true_position = tl.load(positions + sequence)
+    if OWN:  # noqa: SIM102  # a constant decides
+        if begin // PAGE != true_position // PAGE:
+            return
+    if KEY_BITS > 0:  # noqa: SIM102  # a constant decides
+        if begin // PAGE == true_position // PAGE:
+            return
     position = true_position
+    kind = keys.dtype.element_ty
+    if KEY_BITS > 0:
+        kind = KIND
     first_tile, end_tile = begin // TILE, (end + TILE - 1) // TILE
     if PLACED:
         position, period = tl.load(entry + 4), tl.load(entry + 5)
@@ -119,9 +134,12 @@ def _decode(
     if REST > 0:
         is_rest = is_row & (e < REST)[None, :]
         rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
-        rest = (rest.to(tl.float32) * scaling).to(keys.dtype.element_ty)
+        rest = (rest.to(tl.float32) * scaling).to(kind)
 
-    table = page_table + sequence * table_width
+    if OWN:
+        open_page = (-1 - tl.load(page_table + token)) // 2
+    else:
+        table = page_table + sequence * table_width
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES_2], tl.float32)
@@ -137,51 +155,84 @@ def _decode(
         # Loads without masks are cheaper, and memory that may hold NaN is never read.
         index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
         is_seen = index == start + t
-        if PAGE % TILE == 0:
+        if OWN:
+            page = open_page.to(tl.int64)
+            offset = index % PAGE
+        elif PAGE % TILE == 0:
             # The tile is in one page, so its number is loaded once and not for every key.
             page = tl.load(table + start // PAGE).to(tl.int64)
             offset = index - start // PAGE * PAGE
         else:
             page = tl.load(table + index // PAGE).to(tl.int64)
             offset = index % PAGE
-        key = keys + page * KEY_N + (head * KEY_K + offset * KEY_O)
+        if KEY_BITS > 0:
+            # A tile is within a page, and a full page has all numbers. Without a clamp, the
+            # compiler knows that the codes of a channel are neighbours.
+            if not PLACED:
+                offset = start % PAGE + t
+            record = keys + page * KEY_N + head * KEY_K
+            halves = values + (page * KEY_N + head * KEY_K) // 2
+        else:
+            key = keys + page * KEY_N + (head * KEY_K + offset * KEY_O)
         scores = tl.zeros([ROWS, TILE], tl.float32)
         if PAIRS > 0:
             is_angle = (p < PAIRS)[None, :]
-            place = key[:, None] + p[None, :] * KEY_D
-            one = row(place, is_angle, PAIRS == PAIRS_2).to(tl.float32)
-            two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            if KEY_BITS > 0:
+                one = sealed_keys(
+                    record, halves, offset[:, None], p[None, :], is_angle, 2 * PAIRS + REST, VALUES,
+                    PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
+                )  # fmt: skip
+                two = sealed_keys(
+                    record, halves, offset[:, None], (p + PAIRS)[None, :], is_angle,
+                    2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
+                )  # fmt: skip
+            else:
+                place = key[:, None] + p[None, :] * KEY_D
+                one = row(place, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+                two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
             back_cos, back_sin = angles(
                 start_cos, start_sin, offset_cos, offset_sin,
                 starts + at // PAGE * PAIRS, offsets + at % PAGE * PAIRS, p < PAIRS,
             )  # fmt: skip
             cos = own_cos * back_cos + own_sin * back_sin
             sin = own_sin * back_cos - own_cos * back_sin
-            first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
-            second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
+            first_rotated = (first * cos - second * sin).to(kind)
+            second_rotated = (second * cos + first * sin).to(kind)
             place = table_id * TILE_ANGLES * PAIRS + in_tile[:, None] * PAIRS + p[None, :]
             cos = row(tile_cos + place, is_angle, PAIRS == PAIRS_2)
             sin = row(tile_sin + place, is_angle, PAIRS == PAIRS_2)
-            rotated = (one * cos - two * sin).to(keys.dtype.element_ty)
+            rotated = (one * cos - two * sin).to(kind)
             scores = product(first_rotated, tl.trans(rotated), scores, WIDE)
-            rotated = (two * cos + one * sin).to(keys.dtype.element_ty)
+            rotated = (two * cos + one * sin).to(kind)
             scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
         if REST > 0:
-            place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
-            plain = row(place, (e < REST)[None, :], REST == REST_2)
+            if KEY_BITS > 0:
+                plain = sealed_keys(
+                    record, halves, offset[:, None], (e + 2 * PAIRS)[None, :], (e < REST)[None, :],
+                    2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, REST == REST_2,
+                ).to(kind)  # fmt: skip
+            else:
+                place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
+                plain = row(place, (e < REST)[None, :], REST == REST_2)
             scores = product(rest, tl.trans(plain), scores, WIDE)
         if CAPPED:
             scores = capped(scores, softcap)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # The row sum adds the rounded probabilities, because the product uses the rounded ones.
-        probs = tl.exp2(scores - new_max[:, None]).to(values.dtype.element_ty)
+        probs = tl.exp2(scores - new_max[:, None]).to(kind)
         keep = tl.exp2(row_max - new_max)
         row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
         row_max = new_max
-        place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
-        place = place[:, None] + v[None, :] * VALUE_V
-        value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2)
+        if KEY_BITS > 0:
+            value = sealed_values(
+                record, halves, offset[:, None], v[None, :], (v < VALUES)[None, :],
+                2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, GROUPS, VALUES == VALUES_2,
+            ).to(kind)  # fmt: skip
+        else:
+            place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
+            place = place[:, None] + v[None, :] * VALUE_V
+            value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2)
         acc = product(probs, value, acc * keep[:, None], WIDE)
 
     acc = acc / row_sum[:, None]
@@ -245,11 +296,14 @@ def _num_processors(device: torch.device) -> int:
     return found
 
 
-def cut_of(read: LayerRead, tuning: Tuning = AS_COMPILED) -> Cut:
-    """Return how a layer cuts the contexts of its step."""
+def cut_of(read: LayerRead, tuning: Tuning = AS_COMPILED, own_page: int = 0) -> Cut:
+    """Return how a layer cuts the contexts of its step. `own_page`: as in Cut."""
     num_programs = _num_processors(read.query_THD.device) * tuning.programs_per_processor
     num_places = max(1, num_programs // read.keys_NKDO.shape[1])
-    return Cut(read.sliding_window, _tile(read), num_places, bool(read.tables.positions))
+    tile, has_methods = _tile(read), bool(read.tables.positions)
+    if own_page:
+        tile = min(tile, own_page & -own_page)  # so that a tile of sealed keys is within a page
+    return Cut(read.sliding_window, tile, num_places, has_methods, own_page)
 
 
 def _tile(read: LayerRead) -> int:
@@ -259,17 +313,25 @@ def _tile(read: LayerRead) -> int:
 
 
 def decode(
-    read: LayerRead, batch: Batch, work: WorkList, out_THV: Tensor, tuning: Tuning = AS_COMPILED
+    read: LayerRead,
+    batch: Batch,
+    work: WorkList,
+    out_THV: Tensor,
+    tuning: Tuning = AS_COMPILED,
+    *,
+    sealed: Sealed | None = None,
 ) -> None:
     """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    `work`: the contexts, cut as `cut_of` says.
+    `work`: the contexts, cut as `cut_of` says. `sealed`: None if `read` has all pages.
     """
     num_heads, value_dim = out_THV.shape[1:]
     num_slots = len(work.entries_EF)
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
-    _launch(read, batch, work, out_THV, partials_LHV, lses_LH, tuning)
+    outputs = out_THV, partials_LHV, lses_LH
+    for pages in page_sources(read, batch.page_table_SN, sealed, tuning.num_stages):
+        _launch(read, batch, work, outputs, pages, tuning.num_warps)
     sinks_H = read.sinks_H
     _merge[(len(batch.single_B), num_heads)](
         partials_LHV, lses_LH, lses_LH if sinks_H is None else sinks_H,
@@ -283,12 +345,11 @@ def _launch(
     read: LayerRead,
     batch: Batch,
     work: WorkList,
-    out_THV: Tensor,
-    partials_LHV: Tensor,
-    lses_LH: Tensor,
-    tuning: Tuning,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    pages: Pages,
+    num_warps: int,
 ) -> None:
-    """Run the kernel on the pieces of all contexts."""
+    """Run the kernel on the pieces of all contexts that are in these pages."""
     _, num_heads, dim = read.query_THD.shape
     num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
@@ -298,20 +359,17 @@ def _launch(
     softcap = read.softcap or 0.0
     # Key heads first: the entries are in falling order, and so are then all programs.
     _decode[(num_key_heads, len(work.entries_EF))](
-        query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
-        work.entries_EF, work.pieces_S2,
+        query_THD, *pages.tensors, pages.table, work.entries_EF, work.pieces_S2,
         batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
         *read.tables.device_tensors,
-        out_THV, partials_LHV, lses_LH,
-        read.scaling * (1.0 if softcap else LOG2_E), softcap,
+        *outputs, read.scaling * (1.0 if softcap else LOG2_E), softcap,
         read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
-        *query_THD.stride()[:2], *out_THV.stride()[:2],
-        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
+        *query_THD.stride()[:2], *outputs[0].stride()[:2], *pages.strides,
         GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
         ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
         TILE=work.tile, TILE_ANGLES=TILE,
         FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
         CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
-        WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16, **pages.constants,
+        num_warps=num_warps, num_stages=pages.num_stages,
     )  # fmt: skip

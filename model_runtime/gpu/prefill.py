@@ -8,14 +8,14 @@ an extra logit of the row, so it takes its share at the end, once.
 Shapes: T = packed query tokens of a group, H = query heads, V = value dimensions, R = flat rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
-from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
+from ropewalk.model_runtime.attention.placed_prompts import PlacedGroup, PlacedPrompts
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, Prompts
 from ropewalk.model_runtime.gpu.attend import attend, attend_part, rows_at_once
 from ropewalk.model_runtime.gpu.flash import flash_attend, flash_part, serves
@@ -23,6 +23,7 @@ from ropewalk.model_runtime.gpu.rotate import gathered, heads_at_once, jit, padd
 
 # Takes a read, a group, and its packed queries, keys and values.
 AttendPart = Callable[[LayerRead, PromptGroup, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+PackedPart = tuple[PlacedGroup, tuple[Tensor, Tensor]]  # with its packed keys and values
 
 
 @jit("rows", "lse_t", "lse_h")
@@ -83,8 +84,29 @@ def prefill_placed(
 
     `chosen`: `flash_part` or `attend_part`; None: the first one if it supports the layer.
     """
+    tile = rows_at_once(read)
+
+    def parts() -> Iterator[PackedPart]:
+        for placed in prompts.groups(read.sliding_window, tile):
+            key_maps = placed.modulus_G, placed.divisor_G
+            yield placed, gathered(read, placed.parts, page_table_SN, tile, key_maps)
+
+    merge_parts(read, parts(), prompts.row_T, out_RHV, chosen)
+
+
+def merge_parts(
+    read: LayerRead,
+    parts: Iterable[PackedPart],
+    row_T: Tensor,
+    out_RHV: Tensor,
+    chosen: AttendPart | None = None,
+) -> None:
+    """Write the merged output of all parts to the rows `row_T` of `out_RHV`; as `prefill_placed`.
+
+    `parts`: each has its keys and values when it is asked for, so they are freed before the next.
+    """
     attention = chosen or (flash_part if serves(read) else attend_part)
-    tile, (_, num_heads, value_dim) = rows_at_once(read), out_RHV.shape
+    _, num_heads, value_dim = out_RHV.shape
     sum_RHV = torch.zeros_like(out_RHV, dtype=torch.float32)
     lse_RH = torch.full_like(sum_RHV[..., 0], -torch.inf)
     heads = heads_at_once(num_heads, value_dim)
@@ -92,19 +114,17 @@ def prefill_placed(
         "HEADS": num_heads, "VALUES": value_dim, "HEADS_2": heads, "VALUES_2": padded(value_dim),
     }  # fmt: skip
     programs = -(-num_heads // heads)
-    for placed in prompts.groups(read.sliding_window, tile):
-        group, key_maps = placed.parts, (placed.modulus_G, placed.divisor_G)
-        query_THD = turned(read, placed.queries)
-        part_THV, lse_HT = attention(
-            read, group, query_THD, *gathered(read, group, page_table_SN, tile, key_maps)
-        )
+    for placed, packed in parts:
+        group = placed.parts
+        part_THV, lse_HT = attention(read, group, turned(read, placed.queries), *packed)
+        del packed
         _add[(len(group.row_T), programs)](
             part_THV, lse_HT, group.row_T, sum_RHV, lse_RH, lse_HT.stride(1), lse_HT.stride(0),
             **sizes,
         )  # fmt: skip
     sinks_H = read.sinks_H
-    _finish[(len(prompts.row_T), programs)](
-        sum_RHV, lse_RH, lse_RH if sinks_H is None else sinks_H, prompts.row_T, out_RHV,
+    _finish[(len(row_T), programs)](
+        sum_RHV, lse_RH, lse_RH if sinks_H is None else sinks_H, row_T, out_RHV,
         *out_RHV.stride()[:2], **sizes, SUNK=sinks_H is not None,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, QueryRows
+from ropewalk.model_runtime.gpu.sealed_numbers import Records, sealed_keys, sealed_values
 
 # Common functions of the GPU's kernels. Importing this file imports triton.
 #
@@ -141,6 +142,7 @@ def capped(scores, softcap):
 
 _MOST_NUMBERS = 4096  # numbers of queries that a program holds at once
 _WARPS = 4
+_SEALED_WARPS = 8  # with fewer, steps of groups of dimensions do not fit a thread's registers
 
 
 @jit("rows", "positions", "placed", "table_ids", "num_starts")
@@ -205,10 +207,12 @@ def _gather(
     HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
     PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr, PLACED: tl.constexpr,
+    KEY_BITS: tl.constexpr = 0, VALUE_BITS: tl.constexpr = 0, GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """A tile of one key head: keys rotated to their absolute positions, values unchanged.
 
     PLACED: keys stand where the key map of their part says.
+    KEY_BITS: the pages are sealed. `keys` are then their records, and `values` the same as float16.
     """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
@@ -223,7 +227,12 @@ def _gather(
     page = tl.load(page_table + tl.load(page_ats + prompt) + index // PAGE, mask=is_key, other=0)
     page = page.to(tl.int64)
     row = (first_row + place).to(tl.int64) * HEADS + head
-    source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
+    if KEY_BITS > 0:
+        offset = (index % PAGE)[:, None]
+        record = (keys + page * KEY_N + head * KEY_K)[:, None]
+        halves = (values + (page * KEY_N + head * KEY_K) // 2)[:, None]
+    else:
+        source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
     target = rotated + row * DIM
     if PAIRS > 0:
         p = tl.arange(0, PAIRS_2)
@@ -233,20 +242,42 @@ def _gather(
             table_id * num_starts * PAIRS + (position // PAGE * PAIRS)[:, None] + p[None, :],
             table_id * PAGE * PAIRS + (position % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
         )  # fmt: skip
-        one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
-        two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
-        one, two = one.to(tl.float32), two.to(tl.float32)
+        if KEY_BITS > 0:
+            one = sealed_keys(
+                record, halves, offset, p[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
+                VALUE_BITS, WHOLE=False,
+            )  # fmt: skip
+            two = sealed_keys(
+                record, halves, offset, (p + PAIRS)[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
+                VALUE_BITS, WHOLE=False,
+            )  # fmt: skip
+        else:
+            one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
+            two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
+            one, two = one.to(tl.float32), two.to(tl.float32)
         tl.store(target[:, None] + p[None, :], one * cos - two * sin, mask=is_pair)
         tl.store(target[:, None] + (p + PAIRS)[None, :], two * cos + one * sin, mask=is_pair)
     if DIM > 2 * PAIRS:
         e = 2 * PAIRS + tl.arange(0, REST_2)
         is_rest = is_key[:, None] & (e < DIM)[None, :]
-        rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
+        if KEY_BITS > 0:
+            rest = sealed_keys(
+                record, halves, offset, e[None, :], is_rest, DIM, VALUES, PAGE, KEY_BITS,
+                VALUE_BITS, WHOLE=False,
+            )  # fmt: skip
+        else:
+            rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
         tl.store(target[:, None] + e[None, :], rest, mask=is_rest)
     v = tl.arange(0, VALUES_2)
     is_value = is_key[:, None] & (v < VALUES)[None, :]
-    source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
-    value = tl.load(source[:, None] + v[None, :] * VALUE_V, mask=is_value, other=0.0)
+    if KEY_BITS > 0:
+        value = sealed_values(
+            record, halves, offset, v[None, :], is_value, DIM, VALUES, PAGE, KEY_BITS, VALUE_BITS,
+            GROUPS, WHOLE=False,
+        )  # fmt: skip
+    else:
+        source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
+        value = tl.load(source[:, None] + v[None, :] * VALUE_V, mask=is_value, other=0.0)
     tl.store(gathered + row[:, None] * VALUES + v[None, :], value, mask=is_value)
 
 
@@ -286,26 +317,32 @@ def gathered(
     page_table_SN: Tensor,
     tile: int,
     key_maps: tuple[Tensor, Tensor] | None = None,
+    sealed: Records | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gather the rotated keys [C, K, D] and the values [C, K, V] of a group, prompt by prompt.
 
     The keys are without the attention factor, because the query includes it for both.
     `key_maps`: modulus and divisor of each part; None: keys stand at their index.
+    `sealed`: the pages of the table; None: those of `read`, which have the exact numbers.
     """
     num_heads, dim, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
     pairs = read.tables.num_pairs
     key_CKD = read.keys_NKDO.new_empty(group.num_keys, num_heads, dim)
     value_CKV = read.values_NKOV.new_empty(group.num_keys, num_heads, value_dim)
+    pages: tuple[Tensor, Tensor] = (read.keys_NKDO, read.values_NKOV)
+    strides, form = (*key_strides(pages[0]), *pages[1].stride()), {}
+    if sealed is not None:
+        pages, strides, form = sealed.pages, sealed.strides, sealed.form
     _gather[(len(group.key_tiles_W2), num_heads)](
-        read.keys_NKDO, read.values_NKOV, page_table_SN, key_CKD, value_CKV,
+        *pages, page_table_SN, key_CKD, value_CKV,
         *read.tables.device_tensors.pages,
         group.key_tiles_W2, group.cu_keys_G1, group.first_key_G, group.page_at_G, group.table_id_G,
         *(key_maps or (group.first_key_G,) * 2), read.tables.starts.cos.shape[1],
-        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
+        *strides,
         HEADS=num_heads, PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
-        PLACED=key_maps is not None,
-        num_warps=_WARPS,
+        PLACED=key_maps is not None, **form,
+        num_warps=_WARPS if sealed is None else _SEALED_WARPS,
     )  # fmt: skip
     return key_CKD, value_CKV

@@ -175,3 +175,12 @@ def logits_indices(batch: Batch) -> Tensor:
         return batch.logit_rows_R
     last = batch.token_ids_1T.shape[1] - 1
     return batch.logit_rows_R.new_full((1,), last)
+
+
+def host_logits_indices(spans: Sequence[Span]) -> list[int]:
+    """Return the indices that `logits_indices` returns, on the host."""
+    begin, rows = 0, []
+    for span in spans:
+        rows += [begin + row for row in span.logit_rows]
+        begin += len(span.token_ids)
+    return rows or [begin - 1]

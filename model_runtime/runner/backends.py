@@ -131,11 +131,25 @@ def sealed_store(
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
+    num_spare: int = 0,
 ) -> SealedCache:
-    """Return an empty cache in the format of the config's kv_cache_dtype. Raises ModelError."""
+    """Return an empty cache in the format of the config's kv_cache_dtype. Raises ModelError.
+
+    `num_spare`: sealed and open pages that no sequence holds, behind the others.
+    """
     name = config.kv_cache_dtype
-    if device.type != "cpu":
-        raise ModelError(f"kv_cache_dtype {name} needs the model on a CPU, and it is on {device}")
+    device_backend = None
+    if has_gpu_kernels(device):
+        from ropewalk.model_runtime.gpu.sealed.backend import (  # noqa: PLC0415  # optional
+            SealedTritonAttention,
+        )
+
+        device_backend = SealedTritonAttention
+    elif device.type != "cpu":
+        raise ModelError(
+            f"kv_cache_dtype {name} needs the model on a CPU or on a GPU with triton, and it is on "
+            f"{device}"
+        )
     check_format(name, layers, dtype)
     if config.page_size % PAGE_UNIT:
         raise ModelError(
@@ -144,13 +158,15 @@ def sealed_store(
         )
     return SealedCache(
         layers,
-        config.num_pages,
+        config.num_pages + num_spare,
         config.page_size,
         dtype,
         form=FORMATS[name],
-        num_open=config.max_num_seqs,
+        num_open=config.max_num_seqs + num_spare,
         groups=config.page_groups,
         has_kernels=has_cpu_kernels(device),
+        device=device,
+        device_backend=device_backend,
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span, by_group
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.sealed.own_pages import open_codes
 from ropewalk.model_runtime.attention.work_list import refill
 from ropewalk.model_runtime.transfer import fill
 
@@ -35,7 +36,9 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
-_FIELDS = 4  # of a sequence's token, before the page of each group of layers
+# Makes the batch of a recorded step whose rows have open pages, from the place of their codes.
+WithOwn = Callable[[Batch, Tensor], Batch]
+_FIELDS = 4  # of a sequence's token, before the page of each group of layers and its open page
 MOST_RECORDED = 256  # rows; each size keeps its own logits (docs/gpu-memory.md)
 
 
@@ -95,7 +98,7 @@ def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recor
 class _Recorded:
     """A captured step of S rows."""
 
-    numbers_FS: Tensor  # int64: token, position, offset, rotation table, a page of each group
+    numbers_FS: Tensor  # int64: token, position, offset, rotation table, pages of groups, open page
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
@@ -108,6 +111,7 @@ class DecodeGraphs:
 
     `forward`: returns the logits [S, V] of a batch and never waits for the device.
     `spare_page`: a page that no sequence holds. `num_groups`: of layers, with a page each.
+    `with_own`: of a cache that seals pages, whose open page `spare_open` no sequence holds.
     """
 
     def __init__(
@@ -121,8 +125,13 @@ class DecodeGraphs:
         max_rows: int,
         spare_page: int,
         num_groups: int = 1,
+        with_own: WithOwn | None = None,
+        spare_open: int = 0,
     ) -> None:
         self._num_groups = num_groups
+        self._with_own = with_own
+        self._spare_open = spare_open
+        self._num_fields = _FIELDS + num_groups + (with_own is not None)
         self._forward = forward
         self._tables = tables
         self._page_size = page_size
@@ -195,7 +204,7 @@ class DecodeGraphs:
     def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
         """Return the inputs of a step except for its page table, int64 [F, S]."""
         num_there, size = len(spans), len(pages_SN)
-        numbers_FS = np.zeros((_FIELDS + self._num_groups, size), dtype=np.int64)
+        numbers_FS = np.zeros((self._num_fields, size), dtype=np.int64)
         tokens_S, positions_S, offsets_S, tables_S = numbers_FS[:_FIELDS]
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
@@ -204,6 +213,9 @@ class DecodeGraphs:
         columns_S *= self._num_groups
         for group in range(self._num_groups):
             numbers_FS[_FIELDS + group] = pages_SN[np.arange(size), columns_S + group]
+        if self._with_own is not None:
+            numbers_FS[-1] = open_codes(self._spare_open)
+            numbers_FS[-1, :num_there] = [open_codes(span.open_page) for span in spans]
         return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
@@ -211,8 +223,9 @@ class DecodeGraphs:
         device = self._tables.device
         num_pages = -(-self._max_len // self._page_size)
         num_groups = self._num_groups
-        numbers_FS = torch.zeros(_FIELDS + num_groups, size, dtype=torch.int64, device=device)
-        numbers_FS[_FIELDS:] = self._spare_page
+        numbers_FS = torch.zeros(self._num_fields, size, dtype=torch.int64, device=device)
+        page_GS = numbers_FS[_FIELDS : _FIELDS + num_groups]
+        page_GS[:] = self._spare_page
         page_table_GSN = torch.full(
             (num_groups, size, num_pages), self._spare_page, dtype=torch.int32, device=device
         )
@@ -221,7 +234,7 @@ class DecodeGraphs:
         batch = Batch(
             token_ids_1T=token_ids_S[None],
             position_ids_1T=position_S[None],
-            page_T=numbers_FS[_FIELDS],
+            page_T=page_GS[0],
             offset_T=offset_S,
             page_table_SN=page_table_GSN[0],
             cu_seqlens_S1=place_S,
@@ -232,8 +245,11 @@ class DecodeGraphs:
             # Places of padding. The forward's work lists from them are filled before a replay.
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
             page_table_GSN=None if num_groups == 1 else page_table_GSN,
-            page_GT=None if num_groups == 1 else numbers_FS[_FIELDS:],
+            page_GT=None if num_groups == 1 else page_GS,
         )
+        if self._with_own is not None:
+            numbers_FS[-1] = open_codes(self._spare_open)
+            batch = self._with_own(batch, numbers_FS[-1])
         pages = PageTable(size, num_pages * num_groups, self._spare_page)
         try:
             logits_SV, replay = self._record(lambda: self._forward(batch))

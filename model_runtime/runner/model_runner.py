@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
@@ -24,11 +25,13 @@ from ropewalk.model_runtime.attention.paged_attention import (
     Step,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
     WritingStep,
+    host_logits_indices,
     logits_indices,
     pruned_layer,
     pruned_spans,
@@ -104,6 +107,13 @@ class LaunchedStep:
 
 
 _log = structlog.get_logger(__name__)
+
+
+def _recorded_own(store: KVCache) -> dict[str, Any]:
+    """Return the arguments of DecodeGraphs for a cache that seals pages; its last one is spare."""
+    if not isinstance(store, SealedCache):
+        return {}
+    return {"with_own": store.with_recorded_own, "spare_open": store.num_open - 1}
 
 
 class ModelRunner:
@@ -255,6 +265,7 @@ class ModelRunner:
             max_rows=max_rows,
             spare_page=spare_page,
             num_groups=self._store.num_groups,
+            **_recorded_own(self._store),
         )
         try:
             num_recorded = graphs.record_all()
@@ -294,7 +305,7 @@ class ModelRunner:
         small = build_batch(pruned, self._page_size, self._device, self._store.num_groups)
         rows_R = logits_indices(batch)
         if batch.own_pages is not None:
-            small = replace(small, own_pages=batch.own_pages.at_rows(rows_R))
+            small = replace(small, own_pages=batch.own_pages.at_rows(host_logits_indices(spans)))
         step = PrunedStep(every, self._step(small), rows_R, self._pruned_layer)
         return step, small.logit_rows_R
 

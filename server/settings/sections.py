@@ -213,7 +213,7 @@ class CacheSettings(Section):
         "auto",
         "Numbers of the KV cache. auto is --dtype. bfloat16 rounds keys and values of a model in "
         "float32, on a CPU. int8, k8v4 (keys in eight bits, values in four) "
-        "and int4 hold full pages in few bits, on a CPU, and change answers a little.",
+        "and int4 hold full pages in few bits, and change answers a little.",
         unit="name",
     )
     kv_disk: Path | None = setting(

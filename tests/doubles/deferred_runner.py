@@ -115,9 +115,10 @@ def core_of(
     is_ahead: bool,
     max_draft_tokens: int = 0,
     observer: Observer | None = None,
+    **limits: Any,
 ) -> EngineCore:
-    """A core over the real model."""
-    config = replace(CONFIG, max_draft_tokens=max_draft_tokens)
+    """A core over the real model; `limits`: fields of the config."""
+    config = replace(CONFIG, max_draft_tokens=max_draft_tokens, **limits)
     runner = build_runner(checkpoint, config)
     device = DeferredRunner(runner) if is_ahead else runner
     core = EngineCore(device, config, observer or Observer())

@@ -85,10 +85,15 @@ def serve(
     is_ahead: bool,
     max_draft_tokens: int = 0,
     observer: Observer | None = None,
+    **limits: Any,
 ) -> tuple[Answers, EngineCore]:
-    """Serve a workload to its end."""
+    """Serve a workload to its end; `limits`: fields of the config."""
     core = core_of(
-        checkpoint, is_ahead=is_ahead, max_draft_tokens=max_draft_tokens, observer=observer
+        checkpoint,
+        is_ahead=is_ahead,
+        max_draft_tokens=max_draft_tokens,
+        observer=observer,
+        **limits,
     )
     answers = Answers(core, checkpoint)
     for step in range(max((*work.arrivals, *work.aborts), default=0) + 1):

@@ -60,6 +60,19 @@ def sealed_pages(
     return out.view(num_tokens, num_heads, dim)
 
 
+def record(keys_DO: NDArray[Any], values_XV: NDArray[Any], kind: str) -> bytes:
+    """The record of one page and head."""
+    parts, parameters = [], []
+    for rows, bits in zip((keys_DO, values_XV), BITS[kind], strict=True):
+        code, low, step = codes(rows, bits)
+        if bits == 4:
+            half = code.shape[1] // 2
+            code = code[:, :half] | (code[:, half:] << 4)
+        parts.append(code.tobytes())
+        parameters += [low.tobytes(), np.where(np.isnan(step), np.float16(np.nan), step).tobytes()]
+    return b"".join((*parts, *parameters))
+
+
 class ReferenceModel:
     """A model of transformers, in float64, over sealed pages. It changes the model's module."""
 

@@ -13,6 +13,7 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runners that are built from now on read by the GPU's kernels."""
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
+    monkeypatch.setattr(backends, "has_gpu_kernels", lambda _: True)  # for sealed pages
 
 
 def interpreted_checkpoint(

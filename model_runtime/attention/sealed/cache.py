@@ -16,16 +16,19 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
+from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
 from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
+_CPU = torch.device("cpu")
+
 
 class SealedCache(KVCache):
-    """Sealed pages [N, K, R] and open pages [X, K, E] for every attention layer, on a CPU.
+    """Sealed pages [N, K, R] and open pages [X, K, E] for every attention layer.
 
     `pages` and `arrays` return them in this order. `dtype` is that of the open pages.
+    `row_keys`: as in `KVCache`, of open and staged pages. Records are the same on any device.
     With groups of layers, layers share sealed pages as in `KVCache`. Open pages are never shared.
     """
 
@@ -40,14 +43,20 @@ class SealedCache(KVCache):
         num_open: int,
         groups: PageGroups | None = None,
         has_kernels: bool = True,
+        device: torch.device = _CPU,
+        device_backend: Any = None,
     ) -> None:
         """Allocate the pages. Raises ModelError if a layer has no such pages.
 
-        `has_kernels`: whether the compiled kernels read and write them.
+        `has_kernels`: whether the compiled kernels of a CPU read and write them.
+        `device_backend`: the attention backend on another device; it has keys as rows.
         """
         form.check(layers)
         self._has_kernels = has_kernels
-        self.row_keys = False
+        self._device_backend = device_backend
+        self.row_keys = device_backend is not None
+        self.device = device
+        self.num_open = num_open
         self.form = form
         self._layers = layers
         self.page_size = page_size
@@ -62,13 +71,15 @@ class SealedCache(KVCache):
             place = index if groups is None else self.places[index][1]
             if place not in shared:
                 shape = num_pages, layer.num_key_heads, record
-                shared[place] = torch.zeros(*shape, dtype=torch.uint8)
-            opened = torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype)
+                shared[place] = torch.zeros(*shape, dtype=torch.uint8, device=device)
+            opened = torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype, device=device)
             self._pages[index] = shared[place], opened
             self.most_numbers = max(self.most_numbers, layer.num_key_heads * numbers)
 
     def own_backend(self) -> Any:
         """Return the backend of sealed pages."""
+        if self._device_backend is not None:
+            return self._device_backend
         if not self._has_kernels:
             return SealedTorchAttention
         from ropewalk.model_runtime.attention.sealed.cpu_backend import (  # noqa: PLC0415  # numba
@@ -80,6 +91,12 @@ class SealedCache(KVCache):
     def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:
         """Return the batch of the spans with the own page of each token."""
         return replace(batch, own_pages=own_pages(spans, self))
+
+    def with_recorded_own(self, batch: Batch, own_T: Tensor) -> Batch:
+        """Return the batch of a recorded decode step, which reads the codes of own pages there."""
+        staged = torch.empty(0, self.most_numbers, dtype=self.dtype, device=self.device)
+        own = OwnPages(np.zeros(len(own_T), np.int64), (), staged, self, own_T)
+        return replace(batch, own_pages=own)
 
     def sides(self, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """Return the sizes of a layer's records, as the kernels take them."""
@@ -111,8 +128,8 @@ class SealedCache(KVCache):
             rows.append([*addresses, form.key_bits, form.value_bits, groups])
         return np.array(rows, np.int64)
 
-    def page_memory(self) -> list[NDArray[np.uint8]]:
-        """Return the bytes of each sealed page [N, bytes], layer by layer of its group."""
+    def page_bytes(self) -> list[Tensor]:
+        """Return the bytes of each sealed page, uint8 [N, bytes], layer by layer of its group."""
         every: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
         sealed = {id(each): each for each in every}.values()
-        return [each.flatten(1).numpy() for each in sealed]
+        return [each.flatten(1) for each in sealed]

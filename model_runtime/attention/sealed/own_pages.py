@@ -39,6 +39,7 @@ class OwnPages:
     copies_C2: tuple[tuple[int, int], ...]  # open pages that the step leaves, and their stages
     staged: Tensor  # numbers of all staged pages of the layer with the most, [G, K * E]
     store: "SealedCache"
+    recorded_T: Tensor | None = None  # in place of own_T, where a recorded step reads it
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Return whether each token's page is an open one, [T], and its number, [T].
@@ -54,9 +55,9 @@ class OwnPages:
         used = self.staged.view(-1)[: num_staged * num_heads * num_numbers]
         return used.view(num_staged, num_heads, num_numbers)
 
-    def at_rows(self, rows_R: Tensor) -> "OwnPages":
+    def at_rows(self, rows_R: Sequence[int]) -> "OwnPages":
         """Return those of some tokens, after the step has written all."""
-        return OwnPages(self.own_T[rows_R.numpy()], (), self.staged, self.store)
+        return OwnPages(self.own_T[rows_R], (), self.staged, self.store)
 
 
 def own_pages(spans: Sequence[Span], store: "SealedCache") -> OwnPages:
@@ -68,9 +69,14 @@ def own_pages(spans: Sequence[Span], store: "SealedCache") -> OwnPages:
         pages_T = np.arange(first, first + len(span.token_ids)) // page_size
         last_page = int(pages_T[-1])
         staged_T = -2 - 2 * (num_staged + pages_T - first_page)
-        own.append(np.where(pages_T == last_page, -1 - 2 * span.open_page, staged_T))
+        own.append(np.where(pages_T == last_page, open_codes(span.open_page), staged_T))
         if first_page < last_page and first % page_size:
             copies.append((span.open_page, num_staged))
         num_staged += last_page - first_page
-    staged = torch.empty(num_staged, store.most_numbers, dtype=store.dtype)
+    staged = torch.empty(num_staged, store.most_numbers, dtype=store.dtype, device=store.device)
     return OwnPages(np.concatenate(own), tuple(copies), staged, store)
+
+
+def open_codes(open_pages_T: Any) -> Any:
+    """Return the codes of tokens whose own pages are these open ones."""
+    return -1 - 2 * open_pages_T

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    EXACT,
+    FORMATS,
+    ROUNDED,
+    most_staged,
+)
 from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
@@ -116,10 +121,10 @@ class ServingPlan:
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Build the plan that follows from settings and model. Raises SettingsError."""
     _refuse_disk(settings, facts)
-    if settings.kv_cache_dtype != EXACT and facts.memory is None:
+    if settings.kv_cache_dtype == ROUNDED and facts.memory is None:
         raise SettingsError(
-            f"kv_cache_dtype {settings.kv_cache_dtype} needs the model on a CPU; on a GPU it must "
-            "be auto"
+            f"kv_cache_dtype {ROUNDED} needs the model on a CPU; on a GPU it must be "
+            f"{', '.join((EXACT, *FORMATS))}"
         )
     deployments = plan_deployments(settings, facts.native)
     groups, why_whole = _groups(facts, deployments)

@@ -171,10 +171,12 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
     Without names in `jit`, 200 compiled 39 to 74 kernels while requests waited.
     """
     lines = outside("tests.compilations")
-    assert len(lines) == len(CHOSEN) + 1
+    assert len(lines) == len(CHOSEN) + 3
     for line in lines:
         assert line["serving"] == {}, line
-        assert {"_put", "_decode", "_merge"} <= set(line["warm_up"])
+        is_sealed = line["architecture"].startswith("sealed")
+        written = {"_write", "_seal"} if is_sealed else {"_put"}
+        assert {*written, "_decode", "_merge"} <= set(line["warm_up"])
 
 
 @pytest.mark.long
@@ -190,9 +192,14 @@ def test_the_kernels_compile_for_an_h200() -> None:
     assert {kernel for case, kernel in compiled if case == "chunks"} == placed
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
-    most = {"chunks": 16, "rerope": 16}
+    most = {"chunks": 16, "rerope": 16, "sealed, rerope, k8v4": 16}
     narrow = [line for line in lines if "wide" not in line["case"]]
     assert all(line["stack_bytes"] <= most.get(line["case"], 8) for line in narrow)
     assert all(line["stack_bytes"] <= 512 for line in lines)
+    for kind in ("int8", "k8v4", "int4"):
+        case = f"sealed, all, {kind}"
+        sealed = (placed - {"_put"}) | {"_write", "_seal", "_attend"}
+        assert {kernel for name, kernel in compiled if name == case} == sealed
+    assert all(line.get("approximate", []) == [] for line in lines)
     # The shared memory of a program on every GPU since compute capability 8.0.
     assert all(line["shared_bytes"] <= 99 * 1024 for line in lines)

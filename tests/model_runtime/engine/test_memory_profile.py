@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.sealed.page_format import open_bytes
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.memory import memory_profile
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
@@ -256,6 +259,34 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
     spy_on_every_runner(monkeypatch, note)
     measured(embedded, CONFIG, StillMeter(free=free))
     assert set(lens) == {context_len}
+
+
+@pytest.mark.costly
+def test_a_step_over_sealed_pages_has_open_pages_and_longer_contexts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Open pages of all sequences are in the peak; few bits hold more tokens in the same memory."""
+    checkpoint, grown, lens = tiny_checkpoint("llama"), [], []
+    few = {"kv_cache_dtype": "int4", "page_size": 32}
+    for limits in ({"page_size": 32}, few):
+        taken = []
+        for num in (5, 25):
+            with TensorMeter() as meter:
+                config = replace(CONFIG, max_num_seqs=num, **limits)
+                taken.append(measured(checkpoint, config, meter).step_bytes)
+        grown.append(taken[1] - taken[0])
+    num_bytes = open_bytes(checkpoint.plans, checkpoint.dtype, "int4", 32)
+    assert grown[1] - grown[0] >= 19 * num_bytes
+
+    def note(spans: Sequence[Span], _: Tensor) -> None:
+        lens.append(max(span.first_position + len(span.token_ids) for span in spans))
+
+    spy_on_every_runner(monkeypatch, note)
+    total = int(70 * bytes_per_token(checkpoint.plans, checkpoint.dtype) / 0.9)
+    device = SimpleNamespace(reset=lambda: None, read=lambda: Reading(total, total, 0, 0, 0))
+    for limits in ({"page_size": 32}, few):
+        measured(checkpoint, replace(CONFIG, **limits), device)
+    assert {min(lens), max(lens)} == {69, 200}
 
 
 def test_a_step_without_memory_is_a_sentence(

@@ -140,10 +140,23 @@ def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) 
             plans(settings)
 
 
-def test_a_gpu_is_refused(embedded: Checkpoint) -> None:
-    """A plan for a GPU has no machine's memory."""
-    settings = load_settings({"kv_cache_dtype": "int4"})
-    with pytest.raises(SettingsError, match="kv_cache_dtype int4 needs the model on a CPU"):
+def test_a_gpu_seals_pages_and_rounds_none(embedded: Checkpoint) -> None:
+    """A plan for a GPU has no machine's memory. Its parts are counted as on a CPU."""
+    plans = []
+    for memory in (None, MachineMemory(64 * GIB, 64 * GIB)):
+        settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1"})
+        facts = ModelFacts(
+            *(embedded.native, 6480, 4 * GIB),
+            memory=memory,
+            open_bytes=64 * 46_080,
+            stage_page_bytes=64 * 1536,
+        )
+        plans.append(plan_serving(settings, facts))
+    assert plans[0].cache_parts == plans[1].cache_parts
+    assert list(plans[0].cache_parts) == ["pages", "open", "stage"]
+    assert describe(plans[0])[-1] == describe(plans[1])[-1]
+    settings = load_settings({"kv_cache_dtype": "bfloat16"})
+    with pytest.raises(SettingsError, match="on a GPU it must be auto, int8, k8v4, int4"):
         plan_serving(settings, ModelFacts(embedded.native, 1024, GIB))
 
 
@@ -247,7 +260,8 @@ def test_bfloat16_goes_with_more_than_sealed_pages(
 @pytest.mark.parametrize("num_sequences", [1, 2, 3])
 def test_the_plan_counts_the_most_pages_that_a_step_stages(most: int, num_sequences: int) -> None:
     """Of every way to give a step's tokens to sequences, the worst; the batch builder counts."""
-    store: Any = SimpleNamespace(page_size=32, most_numbers=1, dtype=torch.float32)
+    device = torch.device("cpu")
+    store: Any = SimpleNamespace(page_size=32, most_numbers=1, dtype=torch.float32, device=device)
     worst = 0
     for counts in product(range(most + 1), repeat=num_sequences):
         if sum(counts) != most:

@@ -15,7 +15,14 @@ from ropewalk.model_runtime.engine.kv_disk.finite import Records, sealed_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
-from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
+from tests.model_runtime.engine.kv_disk import late_copies
+from tests.model_runtime.engine.kv_disk.disk_engines import (
+    PROMPT,
+    Server,
+    files,
+    with_weights,
+    written,
+)
 from tests.sampling import sampled
 
 NUM_PAGES = 6  # of 32 tokens that can be reused
@@ -55,6 +62,30 @@ def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
             for path in files(folder)[3:]:
                 path.unlink()
     assert found == [0, NUM_PAGES * 32, 3 * 32]
+
+
+def test_sealed_pages_come_back_from_the_memory_of_a_gpus_host(
+    engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache holds one prompt; its records are copied late, as a device may copy them."""
+    late_copies.use(monkeypatch)
+    limits = {**small("int4"), "kv_cache_tokens": 8 * 32, "max_model_len": 8 * 32}
+    deployment = deployment_of(llama_checkpoint)
+    asked = [
+        request(deployment, [100 + number, *PROMPT[1:]], max_tokens=4, logprobs=2)
+        for number in range(2)
+    ]
+    expected = [answer(engines.over(llama_checkpoint, **limits), each)[0] for each in asked]
+    server = Server(engines, llama_checkpoint, None, kv_offload_gib=0.25, **limits)
+    for turn in range(2):
+        for each, wanted in zip(asked, expected, strict=True):
+            written(server)
+            found = server.ask(replace(each, request_id=f"{each.request_id}-{turn}"))
+            assert found == (wanted, turn * NUM_PAGES * 32)
+    server.stop()
+    assert server.disk.sum.memory["read"] >= NUM_PAGES
+    num_bytes = FORMATS["int4"].page_bytes(llama_checkpoint.plans, 32)
+    assert server.disk.sum.num_memory_bytes >= 2 * NUM_PAGES * num_bytes
 
 
 def test_a_page_of_another_format_is_not_found(
