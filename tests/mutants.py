@@ -174,6 +174,8 @@ def _become_pytest(folder: Path, tests: Sequence[str], told: Path, out: int) -> 
             del sys.modules[name]
         sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT)))]
         os.environ |= {"PYTHONPATH": str(folder), "SAMPLE": "drawn", "SAMPLE_SEED": "0"}
+        # A file's bytecode is known by its second and its size, which a mutant may share.
+        sys.dont_write_bytecode = True
         options = ["-x", "-q", "--no-header", "--tb=short", "-m", _MARKS, f"--timeout={_TEST_S}"]
         # The parent has imported packages that are pytest's plugins, too.
         quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

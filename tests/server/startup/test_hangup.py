@@ -105,7 +105,7 @@ def test_a_server_ends_with_its_terminal(tmp_path: Path, until: str) -> None:
 
 
 _INTERRUPTED = """
-import io, signal, sys
+import io, signal, sys, threading
 from ropewalk.server.process.hangups import Hangups, end_at_once
 
 class Interrupted(io.RawIOBase):
@@ -122,6 +122,8 @@ hangups = Hangups(lambda line: print(line, file=sys.stderr, flush=True))
 signal.signal(signal.SIGTERM, end_at_once)
 sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
 print("a line of the log", file=sys.stderr, flush=True)
+for each in threading.enumerate()[1:]:
+    each.join()  # an interpreter that ends while a thread writes is aborted
 print("the end")
 """
 
