@@ -53,6 +53,7 @@ def test_a_failed_part_fails_the_run_after_the_others(
     assert all(f"part {part} " in told for part in parts)
 
 
+@pytest.mark.costly
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names those that there are."""
     monkeypatch.setattr(full.sys, "argv", ["full", "paralel"])

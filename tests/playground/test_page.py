@@ -146,6 +146,7 @@ def test_a_mistyped_number_is_told_and_not_sent(opened: Watched, field: str, lab
     opened.send()
 
 
+@pytest.mark.costly
 def test_a_key_is_asked_for_and_never_kept(browser: Browser, locked: Server) -> None:
     """After a 401 the typed key works. No storage, cookie or address holds it."""
     context = browser.new_context()
@@ -187,6 +188,7 @@ def test_a_hostile_answer_stays_text(opened: Watched) -> None:
     assert opened.page.title() == "ropewalk playground"
 
 
+@pytest.mark.costly
 def test_headers_are_exact(server: Server) -> None:
     """Every file has the policy, and an unchanged file is not sent again."""
     for path, file in page_files().items():
@@ -199,6 +201,7 @@ def test_headers_are_exact(server: Server) -> None:
     assert httpx.get(f"{server.url}/").headers["location"] == "playground/"
 
 
+@pytest.mark.costly
 def test_head_is_answered_as_get_without_a_body(server: Server) -> None:
     """A monitor may ask for the headers only."""
     for path in ("/", *page_files()):

@@ -69,6 +69,7 @@ def test_a_mixed_batch_answers_like_each_request_alone(
         assert max(watched.num_sequences_per_call) >= 5
 
 
+@pytest.mark.costly
 def test_bfloat16_keeps_its_bits_in_a_batch(engines: EngineFactory) -> None:
     """The states are float32, whatever the number type of the weights."""
     checkpoint = checkpoint_of(in_dtype(tiny_model("qwen3_5_text", 3), torch.bfloat16))

@@ -145,6 +145,7 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
     assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("command", ["serve", "config check"])
 def test_a_chat_template_without_end_ends_with_a_sentence_and_code_2(
     tmp_path: Path, command: str

@@ -51,6 +51,7 @@ def check(case: Case) -> None:
     assert relative_error(got_THV, laid.expected()) < tolerance(case, DEVICE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", sampled(list(cases()), fixed=["plain", "all"], drawn=3))
 def test_a_read_equals_float64(name: str) -> None:
     """A read agrees with float64 for mixed profiles, lengths and numbers of queries."""

@@ -60,6 +60,7 @@ def test_reads_equal_the_distances_in_float64(name: str, layer: str, page: int) 
     assert largest_error(got, laid.exact(distance, **LAYERS[layer])) < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("name", "most_keys"), [("rerope", 32_768), ("sinks", 60), ("dual_chunk", 60)]
@@ -119,6 +120,7 @@ def test_a_part_without_keys_weighs_nothing_and_gives_no_nan() -> None:
     assert lses[:, 0].tolist() == pytest.approx([1.0, np.logaddexp(0.5, 2.0), none])
 
 
+@pytest.mark.costly
 def test_released_pages_are_never_read() -> None:
     """Sinks leave holes in the page table, and other sequences may have the pages."""
     method, _ = METHODS["sinks"]

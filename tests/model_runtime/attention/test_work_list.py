@@ -101,6 +101,7 @@ METHODS = (
 )
 
 
+@pytest.mark.costly
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 50_000), min_size=1, max_size=12),

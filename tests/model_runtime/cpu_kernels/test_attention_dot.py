@@ -125,6 +125,7 @@ def test_nan_stays_nan_in_pairs(kind: str) -> None:
     assert torch.equal(got[end:], clean[end:])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """The function called for each row counts no references, so a leak could go unseen."""

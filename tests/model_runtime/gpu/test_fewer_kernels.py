@@ -196,6 +196,7 @@ def test_layers_of_these_models_are_fused(
     assert apart < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "kept"),
@@ -219,6 +220,7 @@ def test_modules_that_compute_something_else_are_left(
     assert apart < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize("make", [LlamaMLP, GemmaMLP])
 def test_a_block_alone_is_recognised_by_its_outputs(make: Any) -> None:

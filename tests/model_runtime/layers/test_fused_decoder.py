@@ -129,6 +129,7 @@ def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype
         assert torch.equal(got_RV, expected_RV)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

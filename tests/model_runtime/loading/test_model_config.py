@@ -54,6 +54,7 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_model_holds_the_stated_bytes(dtype: str) -> None:
     """The loaded memory is what torch and the packed products hold; panels are padded a little.

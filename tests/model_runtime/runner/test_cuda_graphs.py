@@ -150,6 +150,7 @@ def test_rows_that_were_not_sent_are_sent_again(
     assert pages_of(recorded).pages(0)[0][3].any(), "the key is on another page"
 
 
+@pytest.mark.costly
 def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     """All tables move when one is added, so old recordings would read the old tables."""
     record = Again()

@@ -137,6 +137,7 @@ def test_logits_have_the_bits_of_pages_of_all_layers(kind: str, name: str, metho
     assert all(bool(each.isfinite().all()) for each in found)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", [None, TorchAttention])
 def test_sinks_in_some_layers_and_windows_in_others(backend: type[Backend] | None) -> None:
     """Three groups keep sinks and recent tokens, and one its window."""
@@ -229,6 +230,7 @@ def test_a_backend_is_made_for_a_group_when_its_first_layer_comes(
     assert len(made) == 3
 
 
+@pytest.mark.costly
 def test_tensors_are_shared_by_the_layers_of_a_place() -> None:
     """Four groups of one layer: one tensor of keys and one of values."""
     alone, grouped = runner_of(None, None).store, runner_of(GROUPS, None).store

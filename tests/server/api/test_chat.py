@@ -129,6 +129,7 @@ def test_logprobs_have_the_chat_shape(chatty: openai.OpenAI) -> None:
     assert [each.top_logprobs for each in bare.choices[0].logprobs.content] == [[], []]  # type: ignore[union-attr]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_filling", "rope", "end", "factor"),

@@ -64,6 +64,7 @@ def test_greedy_tokens_are_transformers(
     assert tokens_of(server, choice.text) == generated.tolist()
 
 
+@pytest.mark.costly
 def test_a_definition_eight_native_lengths_back_is_found(
     server: Server, openai_client: openai.OpenAI
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_growing_request_says_how_often_it_was_rescaled(
     assert (rope["policy"], rope["factor"], rope["rescaled"]) == (policy, 4.0, 2)
 
 
+@pytest.mark.costly
 def test_penalties_bias_and_end_tokens(server: Server, openai_client: openai.OpenAI) -> None:
     """Each field changes the greedy answer in the way its name states."""
     token = tokens_of(server, "import")[1]

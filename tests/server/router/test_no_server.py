@@ -8,6 +8,7 @@ from tests.server.router.test_route import until
 from tests.servers.processes import running_server
 
 
+@pytest.mark.costly
 def test_without_a_server_looks_fail_at_once_and_generation_waits() -> None:
     """Each 503 has the reason, and no address. The wait is longer than the client's patience."""
     dead = "http://127.0.0.1:9"

@@ -341,6 +341,7 @@ def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
     assert other.num_asked > 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("code", ["bodies_full", "connections_full"])
 def test_a_server_that_is_full_stays_chosen(code: str) -> None:
     """It is well, so its pages and its load are still known."""

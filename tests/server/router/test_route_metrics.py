@@ -111,6 +111,7 @@ def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -
             assert b'"sequence_number": 6' in response
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("status", [200, 400])
 def test_a_shutdown_waits_for_answers_that_end_in_time(status: int) -> None:
     first = b'data: {"text": "a"}\n\n'

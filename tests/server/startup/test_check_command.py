@@ -65,6 +65,7 @@ def test_a_template_that_no_chat_passes_is_told(
     assert told is None or f"the chat template {told}" in finding.text
 
 
+@pytest.mark.costly
 def test_a_template_that_fails_is_told_by_the_banner(tmp_path: Path) -> None:
     """The server starts."""
     (tmp_path / "chat.jinja").write_text("{{ 1 // 0 }}")

@@ -107,6 +107,7 @@ def test_sinks_beside_windows_need_room_for_both() -> None:
         plan_of(mixed, 28 * 2048, 1024, kv_cache_tokens=str(size - 64), **settings)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(fixed=1, drawn=2)
 @pytest.mark.parametrize(
     "name",
@@ -152,6 +153,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "mistral"])

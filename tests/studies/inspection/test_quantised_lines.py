@@ -65,6 +65,7 @@ def test_a_refused_format_is_a_sentence_with_code_2(tmp_path: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.costly
 def test_a_quantised_folder_is_checked_without_torch(tmp_path: Path) -> None:
     """Only the heads of the weight files are read."""
     folder = tmp_path / "model"

@@ -260,6 +260,7 @@ def test_a_store_without_memory_pauses_the_writes_with_one_line(
     assert server.pages == {"read": NUM_PAGES, "dropped": NUM_PAGES}
 
 
+@pytest.mark.costly
 def test_a_store_that_hangs_delays_nobody_else_and_its_request_for_a_while(
     engines: EngineFactory,
     checkpoint: Checkpoint,

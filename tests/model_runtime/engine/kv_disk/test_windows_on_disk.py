@@ -44,6 +44,7 @@ def windowed(name: str) -> Checkpoint:
     return tiny_checkpoint(name, sliding_window=WINDOW)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(

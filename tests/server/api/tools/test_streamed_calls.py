@@ -27,6 +27,7 @@ def calls_of_whole(message: Any) -> list[tuple[str, Any]]:
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strict", [None, False])
 def test_no_half_of_a_call_is_text_beside_a_whole_one(*, strict: bool | None) -> None:
     """At every length that max_tokens may have, with a grammar and without."""
@@ -59,6 +60,7 @@ def test_an_answer_has_at_most_max_parallel_tool_calls(choice: str) -> None:
     assert found.usage.completion_tokens == len("\n".join([CALL] * 8))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strict", [None, False])
 def test_a_limit_that_cuts_only_repeated_calls_is_no_reason(*, strict: bool | None) -> None:
     """The client has all of the calls. A limit that cuts anything else is the reason."""
