@@ -1,5 +1,6 @@
 """Reads of the cache under every position method, and their answers from explicit distances."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,17 @@ class PlacedReads:
             arguments["sinks_H"] = arguments["sinks_H"].to(self.device)
         return LayerRead(*numbers, self.tables, **arguments)
 
+    def layer(self, options: Mapping[str, Any], *, is_native: bool) -> oracle.OracleLayer:
+        """The layer of a read with these options, for a sequence under its table."""
+        return oracle.OracleLayer(
+            DIM**-0.5,
+            options.get("sliding_window"),
+            options.get("softcap"),
+            options.get("sinks_H"),
+            None if is_native else self.logn_len,
+            1.0 if is_native else self.method.attention_factor,
+        )
+
     def exact(self, distance: oracle.Distance, **options: Any) -> Tensor:
         """The same read in float64, from the distances."""
         inv_freq_P = Unscaled().frequencies(self.native.rotary).inv_freq_P
@@ -112,14 +124,7 @@ class PlacedReads:
             zip(self.contexts, self.spans, strict=True)
         ):
             is_native = index % 2 == 1
-            layer = oracle.OracleLayer(
-                DIM**-0.5,
-                options.get("sliding_window"),
-                options.get("softcap"),
-                options.get("sinks_H"),
-                None if is_native else self.logn_len,
-                1.0 if is_native else self.method.attention_factor,
-            )
+            layer = self.layer(options, is_native=is_native)
             keys = self.keys[span.pages].permute(0, 3, 1, 2).flatten(0, 1)
             values = self.values[span.pages].transpose(1, 2).flatten(0, 1)
             for p in range(context - queries, context):

@@ -124,14 +124,7 @@ class Laid(PlacedReads):
             zip(self.contexts, self.spans, strict=True)
         ):
             is_native = index % 2 == 1
-            layer = oracle.OracleLayer(
-                DIM**-0.5,
-                options.get("sliding_window"),
-                options.get("softcap"),
-                options.get("sinks_H"),
-                None if is_native else self.logn_len,
-                1.0 if is_native else self.method.attention_factor,
-            )
+            layer = self.layer(options, is_native=is_native)
             keys = whole[0][span.pages].permute(0, 3, 1, 2).flatten(0, 1).double()
             values = whole[1][span.pages].transpose(1, 2).flatten(0, 1).double()
             for p in range(context - queries, context):

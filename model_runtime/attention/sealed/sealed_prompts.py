@@ -18,7 +18,6 @@ Shapes: T = query tokens of a prompt, G = parts of a group.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
 from ropewalk.model_runtime.attention.placed_prompts import (
+    CutPrompts,
     PlacedGroup,
     mask_of,
     placed_group,
@@ -37,7 +37,6 @@ from ropewalk.model_runtime.attention.prompt_groups import (
     Mask,
     Part,
     divided,
-    rows_of,
     together_on_device,
 )
 from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
@@ -70,28 +69,14 @@ class _Kind(NamedTuple):
     mask: Mask
 
 
-class SealedPrompts:
+class SealedPrompts(CutPrompts):
     """The prompts of one step over a cache that seals pages."""
 
     def __init__(self, batch: Batch, own: OwnPages, methods: Mapping[int, PositionMethod]) -> None:
-        self._device = batch.page_T.device
-        self._table_width = batch.page_table_SN.shape[1]
-        self._methods = methods
+        super().__init__(batch, methods, is_every=True)
         self._own = own
         self._page_size = own.store.page_size
-        self._places = [
-            (index, place) for index, place in enumerate(batch.places_S) if place.num_tokens > 1
-        ]
         self._groups: dict[tuple[int, int], list[SealedGroup]] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @cached_property
-    def row_T(self) -> Tensor:
-        """Return the flat rows of all query tokens, int32."""
-        parts = [Part.whole(index, place, None) for index, place in self._places]
-        return together_on_device((rows_of(parts),), self._device)[0]
 
     def groups(self, window: int | None, tile: int) -> list[SealedGroup]:
         """Return the groups of a layer with this window; `tile`: rows that a program takes."""
@@ -160,7 +145,7 @@ class SealedPrompts:
             code = -1 - int(own_T[place.begin + rows.start])
             source = Source.STAGED if code % 2 else Source.OPEN
             low_T = page_T[rows] * page_size
-            # Of the table `page_G`, in which a part has one page.
+            # The place is in the table `page_G`, in which a part has one page.
             yield _Cut(source, 0, code // 2, rows, low_T, low_T + page_size)
 
     def _group(self, kind: _Kind, parts: list[Part], tile: int) -> SealedGroup:

@@ -40,7 +40,7 @@ class SealedTritonAttention(TritonAttention):
         assert batch.own_pages is not None, "a batch for a cache that seals nothing"
         self._own: OwnPages = batch.own_pages
         self._own_page = self._own.store.page_size
-        # Of layers with position methods and of those without; each made at first use.
+        # By whether a layer has position methods; each is made at first use.
         self._sealed_prompts: dict[bool, SealedPrompts] = {}
         device = batch.page_T.device
         self._copies_2C = None  # int64, open pages that the step leaves, and their stages
