@@ -20,6 +20,8 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 from numba.extending import _Intrinsic
 
+from ropewalk.model_runtime.cpu_kernels.inlined import KeptBitcode, split
+
 _COST = "each start compiles the kernels, which takes half a minute or more"
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written and has 20 MB free"
 
@@ -180,10 +182,14 @@ def num_kept() -> int:
     return 0 if _NOT_KEPT in _told else len(_kept)
 
 
-def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
-    """Return the function's cache; None if numba finds no folder that it can write."""
+class _KeptInner(KeptCode):
+    _impl_class = KeptBitcode
+
+
+def _cache_of(function: Callable[..., Any], kind: type[KeptCode]) -> KeptCode | None:
+    """Return a function's cache; None if numba finds no folder that it can write."""
     try:
-        made = KeptCode(function)
+        made = kind(function)
     except RuntimeError as error:
         # numba's words for this: "cannot cache function ...: no locator available for file ...".
         if "locator" not in str(error):
@@ -237,18 +243,22 @@ def jit(
             # The names of symbols come from it too. Without it, two variants of one name from two
             # processes would be taken for the same code.
             function.__qualname__ += f"_{hashlib.sha256(variant.encode()).hexdigest()[:12]}"
-        made: Any = numba.njit(
+        kernel = numba.njit(
             nogil=True,
             fastmath={"contract"} if fuses else False,
             error_model="numpy",
             forceinline=inline,
             _nrt=not borrows,
             no_cfunc_wrapper=True,
-        )(function)
-        kept = _cache_of(made.py_func)
-        if kept is not None:
-            made._cache = kept  # noqa: SLF001  # as its enable_caching does
-        result: Function = made
+        )
+        entry: Any = kernel(function)
+        inner: Any = kernel(function)
+        split(entry, inner)
+        for made, kind in ((entry, KeptCode), (inner, _KeptInner)):
+            kept = _cache_of(made.py_func, kind)
+            if kept is not None:
+                made._cache = kept  # noqa: SLF001  # as its enable_caching does
+        result: Function = entry
         return result
 
     return compiled
