@@ -4,7 +4,7 @@ A tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the numbe
 it is given. The draws of ten seeds in a row have every case. SAMPLE=all gives the whole of each
 (`make test-full`).
 
-Tests marked `costly` are drawn, too: about a twentieth of them, and a tenth where CI is set. Ten
+Tests marked `costly` are drawn, too: about a fortieth of them, and a tenth where CI is set. Ten
 commits in a row that CI sees have every one.
 
 A run of named files, or with -k, asks for its costly tests, so all of them run. SAMPLE=drawn draws
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 _Case = TypeVar("_Case")
 _ROUND = 10  # seeds in a row that draw every case
-_COSTLY_ROUND = _ROUND if os.environ.get("CI") else 2 * _ROUND  # ... and every costly test
+_COSTLY_ROUND = _ROUND if os.environ.get("CI") else 4 * _ROUND  # ... and every costly test
 _ROOT = Path(__file__).resolve().parent.parent
 
 
