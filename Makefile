@@ -54,7 +54,7 @@ CHECK_AND_COMPILE := $(MAKE) --no-print-directory --jobs 3 check kernels-float32
 
 PYTEST := $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
-# The tests that another processor could break, in half a minute; ISA=avx2 runs the whole suite.
+# The tests that another processor could break, as part of CI; ISA=avx2 runs the whole suite.
 OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/test_packed_product.py \
 	tests/model_runtime/cpu_kernels/test_simd.py
 
@@ -69,8 +69,8 @@ test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older p
 	$(CHECK_AND_COMPILE)
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n $(WORKERS) $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
 	$(DRAWN) $(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
-	$(if $(ISA),,$(DRAWN) OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
-		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART))
+	$(if $(ISA),,$(if $(CI),$(DRAWN) OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
+		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART)))
 
 # All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.
 test-full: setup  ## every test and every case; CONTRIBUTING.md says which change owes which PART

@@ -1,11 +1,10 @@
 """A part of a matrix of cases: fixed members, and others that change from commit to commit.
 
-A tenth of the other cases, or more, is drawn by SAMPLE_SEED, which is the number of commits unless
-it is given. The draws of ten seeds in a row have every case. SAMPLE=all gives the whole of each
-(`make test-full`).
+Where CI is set, a tenth of the other cases, or more, is drawn, and elsewhere a twentieth. The draw
+follows SAMPLE_SEED, which is the number of commits unless it is given. So ten commits in a row that
+CI sees have every case. SAMPLE=all gives the whole of each (`make test-full`).
 
-Tests marked `costly` are drawn, too: about a fortieth of them, and a tenth where CI is set. Ten
-commits in a row that CI sees have every one.
+Tests marked `costly` are drawn, too: a tenth of them where CI is set, else about a fortieth.
 
 A run of named files, or with -k, asks for its costly tests, so all of them run. SAMPLE=drawn draws
 them all the same.
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _Case = TypeVar("_Case")
-_ROUND = 10  # seeds in a row that draw every case
-_COSTLY_ROUND = _ROUND if os.environ.get("CI") else 4 * _ROUND  # ... and every costly test
+# Seeds in a row that draw every case, and every costly test.
+_ROUND, _COSTLY_ROUND = (10, 10) if os.environ.get("CI") else (20, 40)
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -64,7 +63,7 @@ def sampled(
     """Return the fixed cases and some of the others, in order.
 
     `fixed`: the first so many of each kind, or these members. `drawn`: at least so many others; a
-    tenth of them is drawn anyway.
+    part of them is drawn anyway.
     """
     return list(cases) if IS_WHOLE else drawn_by(SEED, cases, fixed=fixed, drawn=drawn, kind=kind)
 
