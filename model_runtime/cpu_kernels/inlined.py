@@ -46,13 +46,10 @@ class _Linkable(JITCodeLibrary):  # type: ignore[misc]
 
 
 class _LinkableCompiler(_FunctionCompiler):  # type: ignore[misc]
-    def _customize_flags(self, flags: Any) -> Any:
-        flags.no_compile = flags.no_cpython_wrapper = True
-        return flags
-
     def _compile_core(self, args: Any, return_type: Any) -> Any:
         flags = compiler.Flags()
         self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
+        flags.no_compile = flags.no_cpython_wrapper = True
         context = self.targetdescr.target_context
         made = compiler.compile_extra(
             self.targetdescr.typing_context,
@@ -60,7 +57,7 @@ class _LinkableCompiler(_FunctionCompiler):  # type: ignore[misc]
             self.py_func,
             args=args,
             return_type=return_type,
-            flags=self._customize_flags(flags),
+            flags=flags,
             locals=self.locals,
             library=_Linkable(context.codegen(), self.py_func.__qualname__),
             pipeline_class=self.pipeline_class,
@@ -72,7 +69,7 @@ class _LinkableCompiler(_FunctionCompiler):  # type: ignore[misc]
 
 
 class KeptBitcode(CompileResultCacheImpl):  # type: ignore[misc]
-    """What numba's cache keeps of an inner function."""
+    """The form in which numba's cache keeps an inner function."""
 
     def get_filename_base(self, fullname: str, abiflags: str) -> str:
         """Return the name of its files, which differ from those of the same function's own code."""
