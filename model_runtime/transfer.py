@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 
+def make_current(device: torch.device) -> None:
+    """Make a GPU the calling thread's current device, on which Triton launches."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def on_device(numbers: Any, device: torch.device) -> Tensor:
     """Return a numpy array as a tensor; on a CPU it shares the array's memory.
 

@@ -114,6 +114,9 @@ def _only_compiled(case: str) -> Any:
             line = {"case": case, "kernel": function.__name__, **usage(kernel)}
             if function.__name__ == "_seal":  # whose quotients are those of a CPU
                 line["approximate"] = re.findall(r"(?:div|rcp)\.(?:full|approx)\S*", ptx_of(kernel))
+            if function.__name__ == "_add":  # all warps read what one of them writes
+                code = ptx_of(kernel)
+                line["waits"] = -1 < code.find("bar.sync") < code.find("st.global")
             sys.stdout.write(json.dumps(line) + "\n")
 
         return launch

@@ -46,6 +46,7 @@ TARGETS = {
                 for name in ("windows", "prefix_cache", "kept_pages")
             ),
             f"{_DISK}/test_host_memory.py",
+            f"{_RUNTIME}/engine/test_step_ahead.py",
         ),
     ),
     "page pool": Target(
@@ -181,7 +182,7 @@ TARGETS = {
             f"{_API}/test_{name}.py"
             for name in (
                 *("stream_events", "candidates", "completions", "response_format"),
-                *("open_answers", "names_and_order", "models"),
+                *("open_answers", "names_and_order", "models", "prediction"),
             )
         ),
     ),

@@ -76,7 +76,7 @@ def _built(
             config.max_model_len,
             config.max_decode_rows,
             config.num_pages,
-            cuda_recorder(checkpoint.device, beside_others=make is not ModelRunner),
+            cuda_recorder(checkpoint.device),
         )
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     tier = None

@@ -303,6 +303,7 @@ class EngineCore:
         try:
             return self._launch(plan, states, current)
         except StepMemoryError:
+            self._runner.check_device()  # raises if other ranks have begun the step
             return None  # the next step is planned, and runs out of memory, without this one
 
     def _launch(

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.prefill import prefill, prefill_placed
 from ropewalk.model_runtime.gpu.rotate import jit, key_strides, padded
+from ropewalk.model_runtime.transfer import make_current
 from ropewalk.rope import PositionMethod
 
 
@@ -60,8 +61,7 @@ class TritonAttention:
     can_capture: ClassVar[bool] = True
 
     def __init__(self, batch: Batch) -> None:
-        if batch.page_T.is_cuda:
-            torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
+        make_current(batch.page_T.device)
         self._batch = batch
         self._own_page = 0  # positions of a page, if each query's own page is read apart
         self._prompts = Prompts(batch)  # of layers whose tables have no position method

@@ -46,6 +46,7 @@ def _add(
     kept, added = tl.exp(before - finite), tl.exp(own - finite)
     weight = kept + added
     weight = tl.where(weight > 0, weight, 1.0)
+    tl.debug_barrier()  # one warp writes the row's sum, and every warp has read it before
     tl.store(place, most + tl.log(weight), mask=is_head)
     at = (row * HEADS + h)[:, None] * VALUES + v
     so_far = tl.load(sums + at, mask=mask, other=0.0)

@@ -56,11 +56,13 @@ def _normalize(
     d = tl.arange(0, WIDTH_2)
     is_there = d < WIDTH
     kind = out.dtype.element_ty
-    at = x + r // num_inner * x_outer + r % num_inner * x_inner + d
-    values = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
+    place = r * WIDTH + d
+    at = r // num_inner * x_outer + r % num_inner * x_inner + d
+    if ADDS:  # rows lie behind each other; told so, a thread loads neighbours at once
+        at = place
+    values = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
     if HAS_INNER:
         values = _scaled(values, inner_weight, inner_eps, out, d, WIDTH, INNER_PLUS_ONE)
-    place = r * WIDTH + d
     if ADDS:
         values += tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
         values = values.to(kind).to(tl.float32)

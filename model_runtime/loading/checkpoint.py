@@ -70,6 +70,7 @@ from ropewalk.model_runtime.runner.backends import has_cpu_kernels, has_gpu_kern
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.transfer import make_current
 from ropewalk.rope import NativeRope
 
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
@@ -287,6 +288,7 @@ def prepare_model(
     A model that is divided is compared with the whole one, as any other is.
     """
     parameter = next(model.parameters())
+    make_current(parameter.device)  # of a trial's kernels
     native = read_native_rope(model)
     is_ruled = rule_experts(model, division)
     on_phase("checking the model")

@@ -27,6 +27,7 @@ from ropewalk.model_runtime.parallel.wire import Kind, Link, SpanUnpacker, profi
 from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.transfer import make_current
 
 _DIED = 1
 
@@ -70,14 +71,12 @@ class Follower:
         elif kind is Kind.TABLE:
             self.runner.table_id(profile_of(values))
         elif kind is Kind.CAPTURE:
-            record = cuda_recorder(self.checkpoint.device, beside_others=True)
-            self.runner.capture_graphs(**values, record=record)
+            self.runner.capture_graphs(**values, record=cuda_recorder(self.checkpoint.device))
 
     def _join(self, values: Any) -> None:
         torch.set_num_threads(values["num_threads"])
         device = torch.device(values["device"])
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        make_current(device)
         self._group = Group(values["rank"], values["size"], values["store"], device)
 
     def _load(self, values: Any) -> None:
@@ -101,6 +100,7 @@ class Follower:
             tables.id_of(profile_of(each))
         self._unpacker = SpanUnpacker()
         self._runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
+        self._runner.is_one_of_ranks = True
 
     @torch.inference_mode()
     def _step(self, content: bytes, *, has_tokens: bool) -> None:

@@ -80,4 +80,8 @@ class Group:
         dist.broadcast(x, 0)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        """Leave the group. Other ranks may have ended, so NCCL does not wait for them."""
+        if dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # it has no public name
+        else:
+            dist.destroy_process_group()

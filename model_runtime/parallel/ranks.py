@@ -31,6 +31,8 @@ from ropewalk.rope import Profile
 class MirroredRunner(ModelRunner):
     """A model runner whose followers run every step, too."""
 
+    is_one_of_ranks = True
+
     def __init__(self, followers: Followers, group: Group, *parts: Any) -> None:
         """Let the followers build the same runner, in place of any they have.
 

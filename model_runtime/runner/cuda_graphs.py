@@ -60,15 +60,14 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recorder:
+def cuda_recorder(device: torch.device) -> Recorder:
     """Return a function that captures CUDA graphs into one shared memory pool.
 
     The graphs can share the pool because only one runs at a time. The function raises RuntimeError
     for work that waits for the device, before the capture, because torch 2.11 does not recover from
-    a failed capture.
-    `beside_others`: other threads may call CUDA during a capture, as NCCL's watchdog does.
+    a failed capture. Other threads may call CUDA meanwhile: readers of a tier pin memory, and
+    NCCL's watchdog asks for events.
     """
-    mode = "thread_local" if beside_others else "global"
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.device(device):
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -77,16 +76,18 @@ def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recor
         with torch.cuda.device(device):
             current = torch.cuda.current_stream()
             aside.wait_stream(current)
-            with torch.cuda.stream(aside):
-                work()  # warm-up: compiles kernels, builds tables and sets up libraries
-                with _no_waiting():
-                    work()
-            current.wait_stream(aside)
+            try:
+                with torch.cuda.stream(aside):
+                    work()  # warm-up: compiles kernels, builds tables and sets up libraries
+                    with _no_waiting():
+                        work()
+            finally:  # its kernels may still read inputs that the caller now frees
+                current.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # The outer `stream` restores the current stream if the capture fails.
             with (
                 torch.cuda.stream(current),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode=mode),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 result = work()
         return result, graph.replay

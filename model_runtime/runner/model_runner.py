@@ -28,6 +28,7 @@ from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
     WritingStep,
@@ -117,7 +118,12 @@ def _recorded_own(store: KVCache) -> dict[str, Any]:
 
 
 class ModelRunner:
-    """The forward pass of a patched model over the paged cache. Not thread-safe."""
+    """The forward pass of a patched model over the paged cache. Not thread-safe.
+
+    `is_one_of_ranks`: others compute the same steps, and may wait in a gather of one that fails.
+    """
+
+    is_one_of_ranks = False
 
     def __init__(
         self,
@@ -253,7 +259,8 @@ class ModelRunner:
     ) -> None:
         """Capture decode steps of up to `max_rows` rows, and replay them from now on.
 
-        Takes seconds. If the capture fails, then kernels are queued one by one.
+        Takes seconds. If the capture fails, then kernels are queued one by one. Raises ModelError
+        if memory runs out on one of several ranks, because only this rank would give up.
         """
         began = time.monotonic()
         graphs = DecodeGraphs(
@@ -270,6 +277,11 @@ class ModelRunner:
         try:
             num_recorded = graphs.record_all()
         except (RecordingError, torch.OutOfMemoryError) as error:
+            if self.is_one_of_ranks and isinstance(error, torch.OutOfMemoryError):
+                remedy = "lower gpu_memory_utilization, or set enforce_eager"
+                raise ModelError(
+                    f"memory ran out in a capture of decode steps; {remedy}"
+                ) from error
             self._give_up_recording(error)
             return
         self._graphs = graphs

@@ -54,10 +54,8 @@ class PageMemory:
 
     def num_evicted_by(self, keys: Sequence[Key]) -> int:
         """Return how many pages of other prompts `note` would forget for these keys."""
-        num_known = self.match(keys)
-        num_new = min(len(keys), self.max_pages) - num_known
-        num_others = len(self._keys) - num_known
-        return min(num_others, max(0, len(self._keys) + num_new - self.max_pages))
+        num_new = min(len(keys), self.max_pages) - self.match(keys)
+        return max(0, len(self._keys) + num_new - self.max_pages)
 
     def note(self, keys: Sequence[Key]) -> None:
         """Remember a prompt's keys as the most recent, and drop the least recent beyond the bound.

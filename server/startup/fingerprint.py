@@ -70,7 +70,11 @@ def _facts_of_batches(checkpoint: Checkpoint, config: EngineConfig) -> dict[str,
     if checkpoint.device.type == "cpu" and checkpoint.report.bitwise:
         return {}
     return {
-        "device": torch.cuda.get_device_name() if checkpoint.device.type == "cuda" else "cpu",
+        "device": (
+            torch.cuda.get_device_name(checkpoint.device)
+            if checkpoint.device.type == "cuda"
+            else "cpu"
+        ),
         "drafts": draft_tokens(checkpoint, config),
         "eager": config.enforce_eager,
     }

@@ -171,7 +171,7 @@ def test_a_thousand_answers_do_not_grow_the_page(opened: Watched) -> None:
     session.send("Performance.enable")
     before = heap()
     _, middle, end = opened.page.evaluate(_MANY)
-    assert end == middle
+    assert end < middle + 50  # the axes have a tick more or less; a leak has one node an answer
     assert heap() - before < 4e6
 
 

@@ -202,5 +202,6 @@ def test_the_kernels_compile_for_an_h200() -> None:
         sealed = (placed - {"_put"}) | {"_write", "_seal", "_attend"}
         assert {kernel for name, kernel in compiled if name == case} == sealed
     assert all(line.get("approximate", []) == [] for line in lines)
+    assert all(line.get("waits", True) for line in lines)
     # The shared memory of a program on every GPU since compute capability 8.0.
     assert all(line["shared_bytes"] <= 99 * 1024 for line in lines)

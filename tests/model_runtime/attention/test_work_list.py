@@ -137,6 +137,20 @@ def test_pieces_carry_the_ranges_of_a_method(
     assert not found
 
 
+def test_a_piece_has_the_period_the_modulus_and_the_divisor_of_its_keys() -> None:
+    maps = (
+        KeyMap(),
+        KeyMap(modulus=48),
+        KeyMap(divisor=4),
+        KeyMap(divisor=TILE),
+        KeyMap(divisor=0),
+    )
+    found = [_placed(each, TILE) for each in maps]
+    far = found[0][0]
+    assert far > 200_000
+    assert found == [(far, 0, 1), (48, 48, 1), (64, 0, 4), (TILE, 0, TILE), (far, 0, far)]
+
+
 @pytest.mark.parametrize("page", [64, 128, 192, 320])
 def test_no_tile_crosses_the_end_of_a_page_of_whole_tiles(page: int) -> None:
     """A tile then loads one page number. The divisors are those that fit the page."""

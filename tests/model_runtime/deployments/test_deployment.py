@@ -54,6 +54,12 @@ def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
     assert deployment.place(RopeRequest(), 1024, 1).tier.factor == 4
 
 
+def test_a_growing_request_is_on_the_lowest_tier_that_covers_its_tokens() -> None:
+    placed = plain(rope_policy="grow").place(RopeRequest(), 100, 700)
+    covering = [placed.tier_covering(each).factor for each in (1, 256, 257, 512, 513, 799)]
+    assert covering == [1, 1, 2, 2, 4, 4]
+
+
 def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> None:
     """The error states the needed factor in its message and in its details."""
     with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:

@@ -10,6 +10,7 @@ import torch
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.parallel.group import RanksApartError
 from ropewalk.model_runtime.request import FinishReason, Request
 from tests.doubles.deferred_runner import Answers, core_of, device_of
 from tests.doubles.engines import deployment_of, request
@@ -227,6 +228,20 @@ def test_a_launch_without_memory_falls_back_to_a_step_that_waits(
     assert core._in_flight is None
     answers.finish()
     assert answers.results() == expected
+
+
+def test_a_launch_without_memory_ends_an_engine_whose_other_ranks_have_begun_it(
+    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, _ = decoding(llama_checkpoint, plain(llama_checkpoint, 1))
+    device_of(core).fails_to_launch = torch.OutOfMemoryError("no room")
+
+    def are_apart() -> None:
+        raise RanksApartError("rank 0 has left the step")
+
+    monkeypatch.setattr(device_of(core), "check_device", are_apart)
+    with pytest.raises(RanksApartError):
+        core.step()
 
 
 @pytest.mark.parametrize(

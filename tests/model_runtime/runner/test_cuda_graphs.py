@@ -22,6 +22,7 @@ from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner import cuda_graphs
@@ -226,6 +227,23 @@ def test_a_step_that_cannot_be_recorded_is_queued(
     for _ in range(2):
         assert runner.run([one]).isfinite().all()
     assert runner._graphs is None
+
+
+def test_one_of_several_ranks_does_not_serve_on_after_a_capture_without_memory(
+    checkpoint: Checkpoint,
+) -> None:
+    """Another rank may wait in a gather that this one has left."""
+
+    def full(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        raise torch.OutOfMemoryError("no room")
+
+    limits = (CONFIG.max_model_len, CONFIG.max_num_seqs, 0, full)
+    runner = build_runner(checkpoint, CONFIG, profiles_of(deployment_of(checkpoint)))
+    runner.capture_graphs(*limits)
+    assert runner._graphs is None
+    runner.is_one_of_ranks = True
+    with pytest.raises(ModelError, match="enforce_eager"):
+        runner.capture_graphs(*limits)
 
 
 @pytest.mark.costly

@@ -27,6 +27,7 @@ from ropewalk.model_runtime.runner.ranked_draw import (
 )
 from ropewalk.model_runtime.runner.sampler import (
     SamplingRow,
+    _allowed,
     in_one_transfer,
     sample,
     uniform,
@@ -287,3 +288,4 @@ def test_bits_are_unpacked_as_by_numpy(masks: list[bytes], vocabulary: int) -> N
     got = unpacked(torch.from_numpy(packed_RB), vocabulary)
     assert got.dtype == torch.bool
     assert got.tolist() == expected.astype(bool).tolist()
+    assert torch.equal(_allowed(torch.zeros(len(masks), vocabulary), masks), got)

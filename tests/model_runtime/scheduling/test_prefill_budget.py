@@ -80,6 +80,15 @@ def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_de
     assert pacing.num_tokens(num_decodes) <= 10
 
 
+def test_a_step_without_memory_makes_later_ones_smaller() -> None:
+    pacing = PrefillBudget(0.1, 2048)
+    settled(pacing, 1e-4, 0.0)
+    before = pacing.num_tokens(1)
+    pacing.note_failure(before)
+    pacing.note(0, 0.01)  # ends the bound of the retry
+    assert pacing.num_tokens(1) <= before // 2
+
+
 def test_a_small_step_is_not_rounded_up() -> None:
     """A budget below the smallest block stays as it is."""
     pacing = PrefillBudget(0.1, 64)

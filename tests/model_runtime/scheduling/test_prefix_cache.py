@@ -14,6 +14,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.scheduling.prefix_cache import extend_keys
 from ropewalk.rope import Linear, Profile, Tier, Unscaled
+from ropewalk.rope.two_ranges import SelfExtend
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 
@@ -247,3 +248,16 @@ def test_a_page_over_the_end_of_a_tier_has_a_key_of_both() -> None:
     for (end, found), (other_end, other) in itertools.combinations(told.items(), 2):
         assert num_same(found, other) == min(end, other_end) // 32
     assert keys(Tier(64, 1.0, low), Tier(96, 1.0, low)) == alone
+
+
+@pytest.mark.parametrize(("window", "num_alike"), [(32, 1), (63, 1), (64, 2), (8, 0)])
+def test_pages_whose_states_are_native_have_native_keys(window: int, num_alike: int) -> None:
+    """A page with one position behind the method's native part is the method's own."""
+    method = Profile(Unscaled(), positions=SelfExtend(window=window, group=4))
+    found: dict[Profile, list[bytes]] = {}
+    for profile in (method, method.native):
+        keys: list[bytes] = []
+        extend_keys(keys, range(160), 5, 32, tiers=[Tier(1024, 1.0, profile)], cache_salt="")
+        found[profile] = keys[1:]
+    assert num_same(found[method], found[method.native]) == num_alike
+    assert set(found[method][num_alike:]).isdisjoint(found[method.native])

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ropewalk.server.api.strict_body import given
 from tests.server.api.test_bad_input import post
 from tests.servers.processes import Server
 
@@ -23,6 +24,11 @@ def test_a_field_of_the_other_route_is_told_its_route(server: Server) -> None:
         refused = httpx.post(f"{server.url}/v1/{path}", json=body)
         assert refused.status_code == 400
         assert f"is not supported, use {told})" in refused.json()["error"]["message"]
+
+
+def test_a_given_text_is_told_whole_up_to_64_characters() -> None:
+    for length, end in ((64, '"'), (65, '"...')):
+        assert given("x" * length) == f'. Given: "{"x" * 64}{end}'
 
 
 def test_all_problems_are_reported_at_once(server: Server) -> None:

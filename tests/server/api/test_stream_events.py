@@ -1,6 +1,7 @@
 """The events of a stream, byte by byte, against whole bodies of pydantic."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -208,6 +209,18 @@ def test_progress_between_events_changes_none() -> None:
         assert len(told) == 1
         rest = b"".join(piece for piece in sent if piece not in told)
         assert rest == OPENING + whole_bodies(answer_of("completions")[0], outputs) + DONE
+
+    asyncio.run(check())
+
+
+def test_progress_tells_the_prompt_of_its_choice() -> None:
+    progress = Output(progress=PromptProgress(2, 0, 2, 0.5))
+
+    async def check() -> None:
+        answer, _ = answer_of("completions", prompt=["ab", "cd"], n=2, return_progress=True)
+        events = [await answer.output_events(index, progress) for index in range(4)]
+        told = [json.loads(each.removeprefix(b"data: "))["prompt_progress"] for each in events]
+        assert [each["index"] for each in told] == [0, 0, 1, 1]
 
     asyncio.run(check())
 
