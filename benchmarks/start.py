@@ -104,7 +104,7 @@ def started(module: str, environment: dict[str, str]) -> tuple[Times, Times]:
     try:
         while time.monotonic() - began < _START_S:
             status = completion_status(port, _BODY, 60)
-            now = Times(time.monotonic() - began, _of_process(process.pid))
+            now = Times(time.monotonic() - began, cpu_seconds(process.pid))
             if status is not None and first is None:
                 first = now
             if status == 200 and first is not None:
@@ -139,7 +139,8 @@ def _of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _of_process(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """Return the time that a process has run on processors."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

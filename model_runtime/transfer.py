@@ -1,4 +1,4 @@
-"""Transfers from the host to a device."""
+"""The current device of a thread, and transfers from the host to a device."""
 
 from typing import Any
 

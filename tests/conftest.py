@@ -34,7 +34,7 @@ _LONGEST = {
 
 
 # Triton is imported by transformers, and that by the conftest of a folder that is named to pytest.
-# Where there is no GPU, its kernels are interpreted, and it has to know before it is imported.
+# If there is no GPU, its kernels are interpreted, and it has to know before it is imported.
 _GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 if not any(Path(each).exists() for each in _GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"

@@ -57,9 +57,8 @@ def _normalize(
     is_there = d < WIDTH
     kind = out.dtype.element_ty
     place = r * WIDTH + d
-    at = r // num_inner * x_outer + r % num_inner * x_inner + d
-    if ADDS:  # rows lie behind each other; told so, a thread loads neighbours at once
-        at = place
+    # Rows that are added lie behind each other. Told so, a thread loads neighbours at once.
+    at = place if ADDS else r // num_inner * x_outer + r % num_inner * x_inner + d
     values = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
     if HAS_INNER:
         values = _scaled(values, inner_weight, inner_eps, out, d, WIDTH, INNER_PLUS_ONE)

@@ -288,7 +288,7 @@ def prepare_model(
     A model that is divided is compared with the whole one, as any other is.
     """
     parameter = next(model.parameters())
-    make_current(parameter.device)  # of a trial's kernels
+    make_current(parameter.device)  # trials launch kernels
     native = read_native_rope(model)
     is_ruled = rule_experts(model, division)
     on_phase("checking the model")

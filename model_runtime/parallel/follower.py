@@ -99,8 +99,8 @@ class Follower:
         for each in values["profiles"]:
             tables.id_of(profile_of(each))
         self._unpacker = SpanUnpacker()
-        self._runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
-        self._runner.is_one_of_ranks = True
+        parts = (checkpoint.model, checkpoint.plans, store, tables, page_size)
+        self._runner = ModelRunner(*parts, is_one_of_ranks=True)
 
     @torch.inference_mode()
     def _step(self, content: bytes, *, has_tokens: bool) -> None:

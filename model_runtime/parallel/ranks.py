@@ -31,14 +31,12 @@ from ropewalk.rope import Profile
 class MirroredRunner(ModelRunner):
     """A model runner whose followers run every step, too."""
 
-    is_one_of_ranks = True
-
     def __init__(self, followers: Followers, group: Group, *parts: Any) -> None:
         """Let the followers build the same runner, in place of any they have.
 
         `parts`: the arguments of `ModelRunner`.
         """
-        super().__init__(*parts)
+        super().__init__(*parts, is_one_of_ranks=True)
         store, tables = self._store, self._tables
         self._followers = followers
         self._group = group

@@ -118,12 +118,7 @@ def _recorded_own(store: KVCache) -> dict[str, Any]:
 
 
 class ModelRunner:
-    """The forward pass of a patched model over the paged cache. Not thread-safe.
-
-    `is_one_of_ranks`: others compute the same steps, and may wait in a gather of one that fails.
-    """
-
-    is_one_of_ranks = False
+    """The forward pass of a patched model over the paged cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -135,11 +130,14 @@ class ModelRunner:
         *,
         backend: type[Backend] | None = None,
         states: StateStore | None = None,
+        is_one_of_ranks: bool = False,
     ) -> None:
         """Keep what a step needs. `backend`: None means the one that serves the device.
 
-        `states`: the slots of a model with states.
+        `states`: the slots of a model with states. `is_one_of_ranks`: others compute the same
+        steps, and may wait in a gather of one that fails here.
         """
+        self._is_one_of_ranks = is_one_of_ranks
         self._states = states
         self._state_calls: Mapping[int, StateCall] | None = None  # of the last step, with drafts
         self._model = model
@@ -277,10 +275,10 @@ class ModelRunner:
         try:
             num_recorded = graphs.record_all()
         except (RecordingError, torch.OutOfMemoryError) as error:
-            if self.is_one_of_ranks and isinstance(error, torch.OutOfMemoryError):
-                remedy = "lower gpu_memory_utilization, or set enforce_eager"
+            if self._is_one_of_ranks and isinstance(error, torch.OutOfMemoryError):
                 raise ModelError(
-                    f"memory ran out in a capture of decode steps; {remedy}"
+                    "memory ran out in a capture of decode steps; "
+                    "lower gpu_memory_utilization, or set enforce_eager"
                 ) from error
             self._give_up_recording(error)
             return

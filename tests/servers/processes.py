@@ -117,12 +117,6 @@ def _mib(pid: int, name: str) -> float:
     return int(found[1]) / 1024
 
 
-def cpu_seconds(pid: int) -> float:
-    """Time that a process has run on processors."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def num_descriptors(pid: int) -> int:
     """Open files and sockets of a process."""
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())

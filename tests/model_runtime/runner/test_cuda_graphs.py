@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -238,12 +239,13 @@ def test_one_of_several_ranks_does_not_serve_on_after_a_capture_without_memory(
         raise torch.OutOfMemoryError("no room")
 
     limits = (CONFIG.max_model_len, CONFIG.max_num_seqs, 0, full)
-    runner = build_runner(checkpoint, CONFIG, profiles_of(deployment_of(checkpoint)))
-    runner.capture_graphs(*limits)
-    assert runner._graphs is None
-    runner.is_one_of_ranks = True
+    profiles = profiles_of(deployment_of(checkpoint))
+    alone = build_runner(checkpoint, CONFIG, profiles)
+    alone.capture_graphs(*limits)
+    assert alone._graphs is None
+    one = build_runner(checkpoint, CONFIG, profiles, partial(ModelRunner, is_one_of_ranks=True))
     with pytest.raises(ModelError, match="enforce_eager"):
-        runner.capture_graphs(*limits)
+        one.capture_graphs(*limits)
 
 
 @pytest.mark.costly
