@@ -8,6 +8,7 @@ command, a newer processor plays an older one.
 Shapes: K = key heads, V = value dimensions, T = flat query tokens, H = query heads.
 """
 
+import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.cpu_kernels import huge_pages
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
@@ -158,18 +161,34 @@ def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], o
     return partial(backend.read, layer)
 
 
+def _small_pages(num_bytes: int) -> huge_pages.Bytes:
+    """Return memory as the system gives it to a program that asks for no huge pages."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _ones(memory: huge_pages.Bytes) -> Floats:
+    """Return the memory as numbers, each written, because what is not written is not read."""
+    numbers = memory.view(np.float32)
+    numbers[:] = 1
+    return numbers
+
+
 @click.command(help=__doc__.partition("\n")[0])
 def main() -> None:
     """Print the rates and shares as a Markdown table."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    numbers = np.ones(READ_BYTES // 4, np.float32)
     peak = PEAK_OPERATIONS / seconds(partial(multiply_adds, PEAK_ROUNDS))
-    bandwidth = READ_BYTES / seconds(partial(sum_of, numbers))
+    bandwidth = READ_BYTES / seconds(partial(sum_of, _ones(huge_pages.zeros(READ_BYTES))))
+    small = READ_BYTES / seconds(partial(sum_of, _ones(_small_pages(READ_BYTES))))
     ways = {dtype: described([workshop_for(dtype).way], dtype) for dtype in _DTYPES}
     lines = [
         f"{vectors().name}, {vectors().lanes} lanes; multiply-adds {peak / 1e9:.0f} GFLOP/s, "
-        f"reading {bandwidth / 1e9:.1f} GB/s; {ways[torch.float32]}; {ways[torch.bfloat16]}",
+        f"reading {bandwidth / 1e9:.1f} GB/s, {small / 1e9:.1f} in pages of 4 KiB; "
+        f"{ways[torch.float32]}; {ways[torch.bfloat16]}",
         "",
         "| work | dtype | rate | share |",
         "| --- | --- | ---: | ---: |",

@@ -52,6 +52,7 @@ from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer
+from ropewalk.model_runtime.loading.low_bits.sizes import Activations
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
@@ -144,13 +145,14 @@ def format_of(name: str, num_layers: int) -> Format:
     return BY_TYPE[q4_k_m(found, layer, num_layers).name]
 
 
-def make(shape: Shape, num_layers: int) -> Made:
+def make(shape: Shape, num_layers: int, activations: Activations = "exact") -> Made:
     """Make the model in memory with `num_layers` layers. Raises ModelError if it cannot run."""
     fewer = replace(shape, layers=num_layers)
     config = llama_config(fewer, _NATIVE_LEN, dtype=torch.float32)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     fill_with(model, partial(format_of, num_layers=num_layers))
-    checkpoint = prepare_model(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    checkpoint = prepare_model(model, tokenizer, frozenset(), {}, activations=activations)
     tokens = (max(kind.num_decodes for kind in KINDS) + 1) * _MOST_TOKENS
     engine = EngineConfig(kv_cache_tokens=tokens, max_model_len=_MOST_TOKENS, page_size=_PAGE)
     runner = build_runner(checkpoint, engine)
@@ -346,14 +348,29 @@ def kinds_of(text: str) -> list[Kind]:
 @click.option("--threads", default="1,2", show_default=True, help="Numbers of threads.")
 @click.option("--kinds", default=None, help="Kinds of steps. Default: all of the table.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option(
+    "--activations",
+    type=click.Choice(["exact", "int8"]),
+    default="exact",
+    show_default=True,
+    help="Floors are those of exact products in either case.",
+)
 @torch.inference_mode()
-def main(shape: str, layers: int, threads: str, kinds: str | None, rounds: int) -> None:
+def main(
+    *,
+    shape: str,
+    layers: int,
+    threads: str,
+    kinds: str | None,
+    rounds: int,
+    activations: Activations,
+) -> None:
     """Print the time of steps by part, each with its floor in brackets, as Markdown."""
     chosen = kinds_of(kinds) if kinds else list(KINDS)
     rows = []
     for num_threads in map(int, threads.split(",")):
         torch.set_num_threads(num_threads)
-        made, rates = make(SHAPES[shape], layers), measured_rates(num_threads)
+        made, rates = make(SHAPES[shape], layers, activations), measured_rates(num_threads)
         click.echo(
             f"{num_threads} threads: multiply-adds {rates.operations / 1e9:.0f} GFLOP/s, "
             f"reading {rates.read_bytes / 1e9:.1f} GB/s."

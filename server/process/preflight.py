@@ -42,6 +42,7 @@ def keep_hangups(arguments: Sequence[str]) -> None:
 def bound_memory() -> None:
     """Set each limit that the environment does not set already."""
     bound_primitives(os.environ)
+    use_huge_pages(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         if "MALLOC_ARENA_MAX" not in os.environ:
@@ -57,6 +58,15 @@ def bound_primitives(environment: MutableMapping[str, str]) -> None:
     """Bound the products that oneDNN keeps; torch reads these variables when it is imported."""
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         environment.setdefault(cache, _MOST_PRIMITIVES)
+
+
+def use_huge_pages(environment: MutableMapping[str, str]) -> None:
+    """Let torch ask for huge pages; it reads this variable at its first tensor.
+
+    It does so for tensors from 2 MiB on, such as weights, keys and values
+    (model_runtime/cpu_kernels/huge_pages.py has the reason).
+    """
+    environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:

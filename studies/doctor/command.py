@@ -14,6 +14,7 @@ from ropewalk.server.wording import printable
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (
     check_hub_cache,
+    check_huge_pages,
     check_kernel_cache,
     check_memory,
     check_port,
@@ -90,6 +91,7 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
     yield checked("processor", check_processor)
     yield checked("kernel cache", check_kernel_cache)
     yield checked("memory", check_memory)
+    yield checked("huge pages", check_huge_pages)
     yield checked("hub cache", check_hub_cache)
     yield checked("port", lambda: check_port(settings))
     if isinstance(torch, Finding):

@@ -15,6 +15,7 @@ from ropewalk.studies.doctor.finding import Finding
 _FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "amx-bf16", "neon", "bf16")
 _LEAST_KERNEL_BYTES = 20 << 20
 _LEAST_MEMORY, _LEAST_DISK = 2 << 30, 5 << 30
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def check_processor() -> Finding:
@@ -90,6 +91,22 @@ def check_memory() -> Finding:
     if memory.total < _LEAST_MEMORY:
         return Finding("warn", "memory", text, "only small models fit, set kv_cache_gib")
     return Finding("ok", "memory", text)
+
+
+def check_huge_pages() -> Finding:
+    """Check that the kernel gives huge pages to weights and to the cache, which ask for them."""
+    try:
+        chosen = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return Finding("ok", "huge pages", "this system has no setting of them")
+    if chosen != "never":
+        return Finding("ok", "huge pages", chosen)
+    return Finding(
+        "warn",
+        "huge pages",
+        "never, so reading weights may take twice as long, most of all in a virtual machine",
+        f"as root, write madvise to {_HUGE_PAGES} (docs/processors.md)",
+    )
 
 
 def check_hub_cache() -> Finding:

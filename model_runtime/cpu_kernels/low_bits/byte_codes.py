@@ -24,11 +24,11 @@ from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
     emit_words,
     further,
-    prefetch_at,
 )
 from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS
 from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import Records, joined
@@ -36,8 +36,9 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, target_features, vectors
 
 QUAD = 4  # inputs in a lane
-_LINE_BYTES = 64
-_AHEAD_BYTES = 4 << 10  # as in widen.py
+# How far ahead memory is prefetched. One row took up to 1.5 times as long with 4 KiB on an AMD EPYC
+# of the fourth generation, and no longer without a prefetch.
+AHEAD_BYTES = 8 << 10
 _BIAS = 128  # of the bytes of signed ones
 _BYTE = ir.IntType(8)
 
@@ -224,8 +225,7 @@ def chunk_unpacker(kind: Format) -> Any:
     """
     width, _, scales_of, offsets_of, *_ = unpacking(kind, FLOATS)
     write = _writer(kind)
-    block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
-    group, group_bytes = kind.group, kind.group_bytes
+    begin_group, group = group_beginner(kind, AHEAD_BYTES), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
     columns, has_minimum = width // WIDTH, int(kind.has_minimum)
@@ -236,11 +236,7 @@ def chunk_unpacker(kind: Format) -> Any:
     ) -> None:
         place, to = 0, at
         for start in range(first, end, group):
-            head = panel + start // block * block_bytes
-            scales_at = head + head_bytes + start % block // group * group_bytes
-            begin = head if start % block == 0 else scales_at
-            for line in range(begin, scales_at + group_bytes, _LINE_BYTES):
-                prefetch_at(line + _AHEAD_BYTES)
+            head, scales_at = begin_group(panel, start)
             for column in range(0, PANEL, width):
                 found = scales_of(head, scales_at, column)
                 store_sums(scales, place + column, PANEL, found, columns)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import widener
 
@@ -74,8 +75,8 @@ def float_parts(weight_NK: Tensor) -> Parts:
 
 
 def panel_memory(num_bytes: int) -> Bytes:
-    """Return zeros that are aligned to cache lines, as torch's are; rows of padding stay zero."""
-    return torch.zeros(num_bytes, dtype=torch.uint8).numpy()
+    """Return zeros that are aligned to cache lines; rows of padding stay zero."""
+    return huge_pages.zeros(num_bytes)
 
 
 class PanelWriter:

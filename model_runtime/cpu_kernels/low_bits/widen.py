@@ -16,11 +16,10 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
-from ropewalk.model_runtime.cpu_kernels.low_bits.loads import prefetch_at
+from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import PAIRS, unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
-_LINE_BYTES = 64
 # How far ahead memory is prefetched: more than a latency of 100 ns at 30 GB/s, and not much more.
 # Further ahead, whole bytes are read at two thirds of the rate on an AMD EPYC of the fifth
 # generation (benchmarks/results.md).
@@ -34,34 +33,15 @@ FEW_ROWS = (1, 2, 4) if WIDTH == 16 else (1,)
 _FEW_COLUMNS = 2
 
 
-@cache
-def _group_beginner(kind: Format) -> Any:
-    block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
-    group, group_bytes = kind.group, kind.group_bytes
-    ahead = _AHEAD_OF_BYTES if kind.bits >= 8 else _AHEAD_OF_WORDS
-
-    @jit(inline=True)
-    def begin_group(panel: int, start: int) -> tuple[int, int]:
-        """Return the addresses of a group's block and of the group, and prefetch later memory.
-
-        All lines are prefetched, the factors of a block too. Without them products take up to twice
-        as long.
-        """
-        head = panel + start // block * block_bytes
-        scales_at = head + head_bytes + start % block // group * group_bytes
-        begin = head if start % block == 0 else scales_at
-        for at in range(begin, scales_at + group_bytes, _LINE_BYTES):
-            prefetch_at(at + ahead)
-        return head, scales_at
-
-    return begin_group
+def _begin(kind: Format) -> Any:
+    return group_beginner(kind, _AHEAD_OF_BYTES if kind.bits >= 8 else _AHEAD_OF_WORDS)
 
 
 @cache
 def _widener_of(kind: Format, written: int) -> Any:
     """Compiled: widen(panel, first, end, out), for one format."""
     width, step, scales_of, offsets_of, write, _ = unpacking(kind, written)
-    begin_group, group = _group_beginner(kind), kind.group
+    begin_group, group = _begin(kind), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     step_bytes = step * PANEL * kind.lower_bits // 8
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
@@ -90,7 +70,7 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
     """Compiled: add(panel, first, end, x, top, sums), for one format."""
     unpacked = unpacking(kind, written, 0 if num_rows == 1 else _FEW_COLUMNS)
     width, step, scales_of, offsets_of, _, add = unpacked
-    begin_group, group = _group_beginner(kind), kind.group
+    begin_group, group = _begin(kind), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     step_bytes = step * PANEL * kind.lower_bits // 8
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes

@@ -1,4 +1,4 @@
-"""Threads that wait for each other sleep before they cost another thread its core."""
+"""The environment that a command sets before torch is imported."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ropewalk.server.process.preflight import wait_briefly
+from ropewalk.server.process.preflight import use_huge_pages, wait_briefly
 
 _SHOW = "from ropewalk.server.process.preflight import wait_briefly; wait_briefly(); import torch"
 
@@ -41,3 +41,29 @@ def test_torchs_openmp_takes_it() -> None:
     if "GOMP_SPINCOUNT" not in shown:
         pytest.skip("this build of torch has another OpenMP library")
     assert "GOMP_SPINCOUNT = '1000'" in shown
+
+
+def test_an_environment_without_huge_pages_stays() -> None:
+    environment = {"THP_MEM_ALLOC_ENABLE": "0"}
+    use_huge_pages(environment)
+    assert environment == {"THP_MEM_ALLOC_ENABLE": "0"}
+
+
+_ADVISED = """
+from ropewalk.server.process.preflight import bound_memory
+bound_memory()
+import torch
+from tests.model_runtime.cpu_kernels.test_huge_pages import is_advised
+middle = [torch.zeros(size).data_ptr() + 2 * size for size in (1 << 22, 1 << 10)]
+print(*map(is_advised, middle))
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has huge pages")
+def test_large_tensors_of_torch_ask_for_huge_pages() -> None:
+    """The variable is set before torch reads it, and torch knows it."""
+    shown = subprocess.run(
+        [sys.executable, "-c", _ADVISED], capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.split() == ["True", "False"]

@@ -16,6 +16,7 @@ from ropewalk.studies.doctor.command import findings
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (
     check_hub_cache,
+    check_huge_pages,
     check_kernel_cache,
     check_memory,
     check_processor,
@@ -234,6 +235,27 @@ def test_little_memory_and_disk_are_warnings(
     assert check_memory().text == "1 GiB in total, 512 MiB free"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert check_hub_cache().text.endswith("not writable")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        ("always [madvise] never\n", "ok", "madvise"),
+        ("[always] madvise never\n", "ok", "always"),
+        ("always madvise [never]\n", "warn", "never, so reading weights"),
+        (None, "ok", "no setting"),
+    ],
+)
+def test_a_kernel_without_huge_pages_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, status: str, says: str
+) -> None:
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    monkeypatch.setattr("ropewalk.studies.doctor.machine._HUGE_PAGES", setting)
+    found = check_huge_pages()
+    assert (found.status, found.name) == (status, "huge pages")
+    assert says in found.text
 
 
 def test_a_check_that_raises_is_a_finding() -> None:

@@ -5,8 +5,8 @@ too, and is multiplied by the product of both scales, and added to the sums of t
 Formats with minima then add the offset times the scaled sum of the row's codes. No operation is
 fused with another, so every processor finds the same bits.
 
-`row_adder` takes one row, and keeps the bytes of weights in registers. `group_adder` takes tiles of
-rows over a chunk that `byte_codes.py` has unpacked.
+`few_rows_adder` takes few rows, and keeps the bytes of weights in registers. `group_adder` takes
+tiles of rows over a chunk that `byte_codes.py` has unpacked.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from numba.extending import intrinsic
 from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, steps, store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, emit_quads
+from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import AHEAD_BYTES, QUAD, emit_quads
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
-from ropewalk.model_runtime.cpu_kernels.low_bits.loads import further, prefetch_at
+from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import further
 from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS, emit_dots
 from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import Records
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, emit_broadcast, emit_load
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_LINE_BYTES = 64
-_AHEAD_BYTES = 4 << 10  # as in widen.py
+_FEW_COLUMNS = 2  # registers of outputs beside each other, for more than one row
 
 
 def _lanes(builder: Any, number: Any) -> Any:
@@ -146,18 +146,21 @@ def group_adder(group: int, has_minimum: int, shorts: int) -> Any:
 
 
 @cache
-def _row_group_adder(kind: Format, shorts: int) -> Any:
-    """Return an intrinsic that adds a row's products with a group, of as many outputs as sums."""
+def _few_rows_group_adder(kind: Format, shorts: int, num_rows: int) -> Any:
+    """Return an intrinsic that adds the products of few rows with a group to a tile of sums."""
 
-    def add_row(
+    def add_rows(
         typingctx: Any,  # noqa: ARG001
-        sums: Any, records: Any, codes_at: Any, scale_at: Any, sum_at: Any, zero: Any,
+        sums: Any, records: Any, codes_at: Any, scale_at: Any, sum_at: Any, stride: Any, zero: Any,
         at: Any, above: Any, scales: Any, offsets: Any,
     ) -> Any:  # fmt: skip
+        num_columns = sums.count // num_rows
+
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            tile, record, codes_at, scale_at, sum_at, zero, at, above, *factors = values
+            tile, record, codes_at, scale_at, sum_at, stride, zero, at, above, *factors = values
             own, lower = (cgutils.unpack_tuple(builder, each) for each in factors)
-            rows = _Rows(context, builder, records, record, [None])
+            by = [builder.mul(stride, stride.type(row)) for row in range(1, num_rows)]
+            rows = _Rows(context, builder, records, record, [None, *by])
             columns = [
                 emit_quads(
                     kind,
@@ -165,10 +168,10 @@ def _row_group_adder(kind: Format, shorts: int) -> Any:
                     further(builder, at, column * WIDTH * kind.unit_bytes),
                     further(builder, above, column * WIDTH * kind.upper_word_bytes),
                 )
-                for column in range(sums.count)
+                for column in range(num_columns)
             ]
             dots = emit_dots(
-                builder, rows.starts(sum_at, zero, sums.count), kind.group // QUAD, shorts,
+                builder, rows.starts(sum_at, zero, num_columns), kind.group // QUAD, shorts,
                 lambda _: [next(each) for each in columns],
                 lambda quad: rows.codes(codes_at, quad),
             )  # fmt: skip
@@ -179,53 +182,54 @@ def _row_group_adder(kind: Format, shorts: int) -> Any:
             return context.make_tuple(builder, sums, after)
 
         arguments = (
-            sums, records, codes_at, scale_at, sum_at, zero, at, above, scales, offsets,
+            sums, records, codes_at, scale_at, sum_at, stride, zero, at, above, scales, offsets,
         )  # fmt: skip
         return sums(*arguments), code
 
-    add_row.__name__ = f"add_row_{kind.name}_{shorts}"  # the cache tells them apart by name
-    return intrinsic(add_row)
+    # The cache tells them apart by name.
+    add_rows.__name__ = f"add_rows_{kind.name}_{shorts}_{num_rows}"
+    return intrinsic(add_rows)
 
 
 @cache
-def row_adder(kind: Format, shorts: int) -> Any:
-    """Compiled: add(panel, first, end, records, codes_at, scales_at, sums_at, zero, sums).
+def few_rows_adder(kind: Format, shorts: int, num_rows: int) -> Any:
+    """Compiled: add(panel, first, end, records, codes_at, scales_at, sums_at, zero, sums, row).
 
-    It adds the products of one row with inputs `first` to `end` - 1 of the panel at an address to
-    `sums`, [1, 64]. The places are those of input `first` in the row's record.
+    It adds the products of `num_rows` rows with inputs `first` to `end` - 1 of the panel at an
+    address to `sums`, [R, 64], from `row` on. The places are those of input `first` in the first
+    row's record.
     """
-    width, _, scales_of, offsets_of, *_ = unpacking(kind, FLOATS)
-    add_group = _row_group_adder(kind, shorts)
-    block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
-    group, group_bytes = kind.group, kind.group_bytes
+    width, _, scales_of, offsets_of, *_ = unpacking(
+        kind, FLOATS, 0 if num_rows == 1 else _FEW_COLUMNS
+    )
+    add_group = _few_rows_group_adder(kind, shorts, num_rows)
+    begin_group, group = group_beginner(kind, AHEAD_BYTES), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
     columns, has_minimum = width // WIDTH, int(kind.has_minimum)
 
     @jit(borrows=True, fuses=False)
-    def add_row(
+    def add_rows(
         panel: int, first: int, end: int, records_RB: Records, codes_at: int, scales_at: int,
-        sums_at: int, zero: int, sums: Floats,
+        sums_at: int, zero: int, sums: Floats, row: int,
     ) -> None:  # fmt: skip
+        stride = records_RB.shape[1]
         for start in range(first, end, group):
-            head = panel + start // block * block_bytes
-            factors_at = head + head_bytes + start % block // group * group_bytes
-            begin = head if start % block == 0 else factors_at
-            for line in range(begin, factors_at + group_bytes, _LINE_BYTES):
-                prefetch_at(line + _AHEAD_BYTES)
+            head, factors_at = begin_group(panel, start)
             inside = start - first
             for column in range(0, PANEL, width):
                 scales = scales_of(head, factors_at, column)
                 offsets = scales
                 if has_minimum:
                     offsets = offsets_of(head, factors_at, column, scales)
-                tile = load_sums(sums, column, PANEL, 1, columns)
+                place = row * PANEL + column
+                tile = load_sums(sums, place, PANEL, num_rows, columns)
                 tile = add_group(
                     tile, records_RB, codes_at + inside, scales_at + inside // 32 * 4,
-                    sums_at + inside // group * 8, zero,
+                    sums_at + inside // group * 8, stride, zero,
                     factors_at + scale_bytes + upper_bytes + column_bytes * column,
                     factors_at + scale_bytes + above_bytes * column, scales, offsets,
                 )  # fmt: skip
-                store_sums(sums, column, PANEL, tile, columns)
+                store_sums(sums, place, PANEL, tile, columns)
 
-    return add_row
+    return add_rows

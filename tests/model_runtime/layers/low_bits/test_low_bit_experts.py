@@ -222,11 +222,10 @@ def test_a_layer_with_one_matrix_of_floats_stays_floats(tmp_path: Path) -> None:
 
 
 def test_experts_of_a_file_are_never_held_as_floats(tmp_path: Path) -> None:
-    """The peak of all tensors in a load is that of the panels and a fraction of the floats."""
+    """The peak of a load's tensors is a fraction of the floats; panels are not tensors."""
     path = expert_file(tmp_path / "m.gguf", ("Q8_0", "Q8_0", "Q8_0"), case="qwen3moe", width=1024)
     num_weights = 4 * 8 * 3 * 256 * 1024
     meter = TensorMeter()
     with meter:
         load_gguf_model(path, gguf_config(path), torch.float32, keeps_bits=True)
-    few, floats = num_weights * 34 // 32, 4 * num_weights
-    assert few < meter.read().peak < few + floats // 4
+    assert 0 < meter.read().peak < num_weights

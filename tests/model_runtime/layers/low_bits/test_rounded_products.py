@@ -135,7 +135,7 @@ def test_products_are_those_of_rounded_rows_and_alike_in_any_number(
     size = np.abs(values) @ np.abs(weight).T + linear.bias.abs().double().numpy() + 1e-6
     near = 1e-6 if dtype == torch.float32 else 5e-3
     assert float((np.abs(whole.double().numpy() - expected) / size).max()) < near
-    for first, end in ((0, 1), (299, 300), (1, 3), (4, 9), (7, 23), (20, 160)):
+    for first, end in ((0, 1), (1, 3), (4, 9), (10, 17), (3, 11), (7, 23), (20, 160)):
         assert torch.equal(product(x[first:end]), whole[first:end]), (first, end)
     before = torch.get_num_threads()
     torch.set_num_threads(3 - min(before, 2))
