@@ -15,7 +15,7 @@ def group_beginner(kind: Format, ahead_bytes: int) -> Any:
     """Compiled: begin_group(panel, start) -> the addresses of a group's block and of the group.
 
     `start` is the group's first input. `ahead_bytes`: the distance to the memory that is
-    prefetched; 0: none is.
+    prefetched.
     """
     block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
     group, group_bytes = kind.group, kind.group_bytes
@@ -29,9 +29,8 @@ def group_beginner(kind: Format, ahead_bytes: int) -> Any:
         head = panel + start // block * block_bytes
         scales_at = head + head_bytes + start % block // group * group_bytes
         begin = head if start % block == 0 else scales_at
-        if ahead_bytes:
-            for at in range(begin, scales_at + group_bytes, _LINE_BYTES):
-                prefetch_at(at + ahead_bytes)
+        for at in range(begin, scales_at + group_bytes, _LINE_BYTES):
+            prefetch_at(at + ahead_bytes)
         return head, scales_at
 
     return begin_group

@@ -41,15 +41,17 @@ def _lanes(builder: Any, number: Any) -> Any:
 class _Rows:
     """The loads of one number from each of several records."""
 
-    def __init__(self, context: Any, builder: Any, array: Any, memory: Any, strides: Any) -> None:
-        self._context, self._builder, self._array = context, builder, array
-        self._memory, self._strides = memory, strides  # the distance of each row's record
+    def __init__(
+        self, context: Any, builder: Any, array: Any, memory: Any, stride: Any, num_rows: int
+    ) -> None:
+        """`stride`: the distance of a row's record to the next."""
+        self._context, self._builder, self._array, self._memory = context, builder, array, memory
+        self._strides = [builder.mul(stride, stride.type(row)) for row in range(num_rows)]
 
     def load(self, place: Any, distance: int, kind: Any) -> list[Any]:
         builder, found = self._builder, []
         for stride in self._strides:
-            at = further(builder, place, distance)
-            at = at if stride is None else builder.add(at, stride)
+            at = builder.add(further(builder, place, distance), stride)
             pointer = address_of(self._context, builder, self._array, self._memory, at)
             found.append(builder.load(builder.bitcast(pointer, kind.as_pointer()), align=1))
         return found
@@ -101,8 +103,7 @@ def group_adder(group: int, has_minimum: int, shorts: int) -> Any:
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             tile, record, codes_at, scale_at, sum_at, stride, zero = values[:7]
             bytes_memory, bytes_at, scale_memory, scales_at, offset_memory = values[7:12]
-            by = [builder.mul(stride, stride.type(row)) for row in range(sums.count // num_columns)]
-            rows = _Rows(context, builder, records, record, by)
+            rows = _Rows(context, builder, records, record, stride, sums.count // num_columns)
 
             def quads(quad: int) -> list[Any]:
                 at = further(builder, bytes_at, quad * PANEL * QUAD)
@@ -159,8 +160,7 @@ def _few_rows_group_adder(kind: Format, shorts: int, num_rows: int) -> Any:
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             tile, record, codes_at, scale_at, sum_at, stride, zero, at, above, *factors = values
             own, lower = (cgutils.unpack_tuple(builder, each) for each in factors)
-            by = [builder.mul(stride, stride.type(row)) for row in range(1, num_rows)]
-            rows = _Rows(context, builder, records, record, [None, *by])
+            rows = _Rows(context, builder, records, record, stride, num_rows)
             columns = [
                 emit_quads(
                     kind,
