@@ -56,8 +56,13 @@ class _Rows:
             found.append(builder.load(builder.bitcast(pointer, kind.as_pointer()), align=1))
         return found
 
-    def starts(self, sum_at: Any, zero: Any, num_columns: int) -> list[Any]:
-        """Emit the sums to which products are added: they take the zero from all bytes."""
+    def starts(self, sum_at: Any, zero: Any, num_columns: int, *, has_minimum: int) -> list[Any]:
+        """Emit the sums to which products are added: they take the zero from all bytes.
+
+        In a format with minima, the zero is 0.
+        """
+        if has_minimum:
+            return [ir.Constant(INTS, [0] * WIDTH)] * (len(self._strides) * num_columns)
         minus = self._builder.neg(self._builder.trunc(zero, _INT))
         rows = [self._builder.mul(each, minus) for each in self.load(sum_at, 0, _INT)]
         return [_lanes(self._builder, row) for row in rows for _ in range(num_columns)]
@@ -122,7 +127,7 @@ def group_adder(group: int, has_minimum: int, shorts: int) -> Any:
                     for place in steps(builder, scales_at, WIDTH, num_columns)
                 ]
 
-            starts = rows.starts(sum_at, zero, num_columns)
+            starts = rows.starts(sum_at, zero, num_columns, has_minimum=has_minimum)
             dots = emit_dots(
                 builder, starts, group // QUAD, shorts, quads,
                 lambda quad: rows.codes(codes_at, quad),
@@ -170,8 +175,9 @@ def _few_rows_group_adder(kind: Format, shorts: int, num_rows: int) -> Any:
                 )
                 for column in range(num_columns)
             ]
+            starts = rows.starts(sum_at, zero, num_columns, has_minimum=kind.has_minimum)
             dots = emit_dots(
-                builder, rows.starts(sum_at, zero, num_columns), kind.group // QUAD, shorts,
+                builder, starts, kind.group // QUAD, shorts,
                 lambda _: [next(each) for each in columns],
                 lambda quad: rows.codes(codes_at, quad),
             )  # fmt: skip
