@@ -74,6 +74,21 @@ def add_sizes(writer: gguf.GGUFWriter, shape: Shape, context: int, between: int)
     writer.add_layer_norm_rms_eps(1e-6)
 
 
+# The tokens of add_vocabulary that are letters, digits and marks of ASCII.
+_WHOLE = slice(2, 96)
+
+
+def clear_incomplete(rows: np.ndarray) -> np.ndarray:
+    """Return the rows of a head, [N, bytes], with zeros for tokens that are no whole characters.
+
+    One of the other logits is positive, so greedy decoding never chooses a zero. llama.cpp streams
+    whole characters only, and so an event for each token needs such a head.
+    """
+    cleared = np.zeros_like(rows)
+    cleared[_WHOLE] = rows[_WHOLE]
+    return cleared
+
+
 def add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str = "qwen2") -> None:
     """Add the tokens of a byte-level tokenizer with one merge, and fillers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -17,6 +17,7 @@ from benchmarks.made_gguf import (
     add_vocabulary,
     add_weight,
     blocks,
+    clear_incomplete,
     finish,
     q4_k_m,
 )
@@ -54,8 +55,10 @@ def write(path: Path, shape: Shape) -> None:
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(shape.vocab)
     add_vocabulary(writer, shape.vocab)
-    for name, kind in (("token_embd", Type.Q4_K), ("output", Type.Q6_K)):
-        add_weight(writer, name, blocks(kind, shape.vocab, shape.hidden, seed=7), kind)
+    embedding = blocks(Type.Q4_K, shape.vocab, shape.hidden, seed=7)
+    add_weight(writer, "token_embd", embedding, Type.Q4_K)
+    head = clear_incomplete(blocks(Type.Q6_K, shape.vocab, shape.hidden, seed=7))
+    add_weight(writer, "output", head, Type.Q6_K)
     add_norm(writer, "output_norm", shape.hidden)
     for layer in range(shape.layers):
         _layer(writer, shape, layer)
