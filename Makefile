@@ -20,6 +20,10 @@ export PYTHONDONTWRITEBYTECODE :=
 # The commit as `ropewalk --version` tells it.
 DESCRIBE := git describe --always --dirty --abbrev=12 --exclude='*'
 
+# Cases of gpu-check that run at a time on one GPU. Most of their time is compiling.
+GPU_WORKERS ?= 8
+GPU_TEST := $(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib
+
 # The folder that gpu-bench-model writes to.
 GPU_OUT ?= build
 
@@ -108,12 +112,13 @@ train: setup  ## the embedded model again, from Python's own library, into build
 # may lack.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
-	SAMPLE=all $(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
+	SAMPLE=all OMP_NUM_THREADS=2 $(GPU_TEST) -n $(GPU_WORKERS) --dist load -m "not alone" \
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \
 		tests/model_runtime/attention/test_triton_sealed.py \
 		tests/model_runtime/gpu tests/benchmarks/test_gpu_rotated_keys.py
+	$(GPU_TEST) -m alone tests/gpu
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs

@@ -78,12 +78,13 @@ class Bench:
         chunk_len: int | None = None,
         records: bool = True,
         max_draft_tokens: int = 0,
+        kv_cache_dtype: str = "auto",
         make: type[ModelRunner] = ModelRunner,
     ) -> Measured:
         """Start an engine of ours, which stops when the stack ends."""
         chunk_len = chunk_len or self.sizes.chunk_len
         config = self.sizes.config(chunk_len, num_sequences, records=records)
-        config = replace(config, max_draft_tokens=max_draft_tokens)
+        config = replace(config, max_draft_tokens=max_draft_tokens, kv_cache_dtype=kv_cache_dtype)
         return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
 
 

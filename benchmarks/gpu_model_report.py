@@ -83,6 +83,13 @@ _WINDOWS: tuple[Column, ...] = (
     ("sequences", lambda row: str(row["sequences"])),
     *_STEPS,
 )
+_FEW_BITS: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    ("cache", lambda row: row["kind"]),
+    *_STEPS,
+    ("s to the last first token", lambda row: f"{row['first_token_s']:.4g}"),
+)
 _MEMORY: tuple[Column, ...] = (
     ("GiB, told before", lambda row: f"{row['told_bytes'] / 2**30:.2f}"),
     ("peak", lambda row: f"{row['peak_bytes'] / 2**30:.2f}"),
@@ -153,6 +160,14 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
         ("Settings of sampling", _medians(_of(rows, "sampling"), ("setting",)), _SAMPLING),
         ("Drafts", _medians(_of(rows, "drafts"), ("sequences",)), _DRAFTS),
         ("Windows", _medians(_of(rows, "windows"), ("context", "sequences")), _WINDOWS),
+        (
+            "Keys and values in few bits",
+            sorted(
+                _medians(_of(rows, "few_bits"), ("context", "sequences", "kind")),
+                key=lambda row: (row["context"], row["sequences"]),
+            ),
+            _FEW_BITS,
+        ),
         ("Memory", _of(rows, "memory"), _MEMORY),
         ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),
         ("What rotating at the read costs", _rotation_rows(rows), _ROTATION),

@@ -17,18 +17,20 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _PYPROJECT = _ROOT / "pyproject.toml"
-_FROM_DEV = frozenset({"pytest", "triton"})  # the packages of the extra `dev` that the targets need
+# The packages of the extra `dev` that the targets need.
+_FROM_DEV = frozenset({"pytest", "pytest-xdist", "triton"})
 # Packages that only the server needs (gpu.md).
 _SERVING = frozenset(
     {"fastapi", "httpx", "prometheus-client", "pydantic", "pydantic-settings", "uvicorn"}
 )
-# Packages for a model on the CPU, or in a GGUF file.
-_OTHER_WAYS = frozenset({"gguf", "llvmlite", "numba"})
+# Packages for a model on the CPU.
+_OTHER_WAYS = frozenset({"llvmlite", "numba"})
 # Packages that a machine with a GPU has, in releases that fit each other and its driver.
-_GIVEN = frozenset({"numpy", "pytest", "torch", "triton"}) | frozenset(
+_GIVEN = frozenset({"numpy", "pytest", "pytest-xdist", "torch", "triton"}) | frozenset(
     {"huggingface-hub", "safetensors", "tokenizers", "transformers"}
 )
-_MODULES = {"pyyaml": "yaml"}  # a package's name -> its module's, if they differ
+# A package's name -> its module's, if they differ.
+_MODULES = {"pytest-xdist": "xdist", "pyyaml": "yaml"}
 _TARGET = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 _SERVER = "import ropewalk.server.startup.app, ropewalk.studies.bench.load"
 _IMPORT_EACH = """
@@ -168,9 +170,7 @@ def main() -> None:
         sys.exit(2)
     if faults:
         spared = ", ".join(f"{name} ({fault})" for name, fault in faults.items())
-        sys.stderr.write(
-            f"{where} {spared}: no model runs on its CPU or from GGUF, all else does.\n"
-        )
+        sys.stderr.write(f"{where} {spared}: no model runs on its CPU, all else does.\n")
     found = lacks_to_serve()
     if found:
         sys.stderr.write(f"{where} {', '.join(found)}: no server runs with it, all else does.\n")

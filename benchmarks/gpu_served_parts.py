@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
 from benchmarks.gpu_engine import measured
 from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
@@ -142,6 +143,31 @@ def windows(bench: Bench) -> Iterator[Row]:
                 row = {"part": "windows", "context": context, "sequences": count}
                 first_s = served.first_token_s
                 yield {**row, "round": number, "first_token_s": first_s, **served.summary(count)}
+
+
+def few_bits(bench: Bench) -> Iterator[Row]:
+    """Measure decode steps over a cache in few bits, beside one in the model's numbers.
+
+    Steps over the longest context are left out, because its prompt is computed for each form.
+    """
+    sizes = bench.sizes
+    steps = [each for each in sizes.steps if each[0] < sizes.longest]
+    most = max(count for _, count in steps)
+    for kind in ("auto", *FORMATS):
+        with ExitStack() as stack:
+            engine = bench.engine(stack, most, kv_cache_dtype=kind)
+            for context, count in steps:
+                for number in range(2):  # the first may compile
+                    if not bench.has_time():
+                        yield left_out(f"{kind}, {count} at {context}", "no time was left")
+                        break
+                    prompts = bench.prompts.of(context - sizes.num_steps, count)
+                    served = engine.serve(prompts, sizes.num_steps + 1)
+                    row = {"part": "few_bits", "context": context, "sequences": count, "kind": kind}
+                    first_s = served.first_token_s
+                    yield {
+                        **row, "round": number, "first_token_s": first_s, **served.summary(count)
+                    }  # fmt: skip
 
 
 def profile(bench: Bench) -> Iterator[Row]:

@@ -56,7 +56,8 @@ def _built(
     profiles: Sequence[Profile],
     make: Callable[..., ModelRunner],
 ) -> Engine:
-    if config.kv_cache_dtype != EXACT and make is not ModelRunner:
+    # Several ranks give a function that also builds the runners of the others.
+    if config.kv_cache_dtype != EXACT and not isinstance(make, type):
         raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
     if config.page_groups is not None and checkpoint.states:
         raise ModelError("page_groups are for models without states")

@@ -31,7 +31,8 @@ def on_gpu() -> Checkpoint:
 def asked(checkpoint: Checkpoint, number: int, **options: Any) -> Any:
     """A request for a prompt of twelve pages; those of other numbers share none."""
     prompt = [100 + number, *((7 * at * at + 3) % 900 for at in range(1, 16 * NUM_PAGES + 8))]
-    return request(deployment_of(checkpoint), prompt, **{"max_tokens": 8, **options})
+    options = {"max_tokens": 8, "ignore_eos": True, **options}
+    return request(deployment_of(checkpoint), prompt, **options)
 
 
 def test_pages_are_those_that_the_steps_before_have_written() -> None:

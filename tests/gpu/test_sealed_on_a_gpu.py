@@ -21,6 +21,10 @@ pytestmark = [
 ]
 TOKENS = 4096
 LENS = (5, 64, 150, 700)  # within a page, a whole one, and over pages
+# Mean differences of logprobs in float32. A value near a bound takes the next code after another
+# rounding, and later layers follow: on a CPU, weights of norms that differ by 1e-6 give 0.0015,
+# 0.0044 and 0.016 in the longest prompt. The formats themselves change it by 0.009, 0.07 and 0.16.
+MOST = {"int8": 0.003, "k8v4": 0.01, "int4": 0.03}
 
 
 def asked(checkpoint: Checkpoint, num_tokens: int = 40) -> list[Request]:
@@ -55,9 +59,9 @@ def compare(got: list[Result], expected: list[Result], most: float) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 2e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sealed_pages_are_served_as_on_a_cpu(
-    engines: EngineFactory, kind: str, dtype: str, most: float, *, enforce_eager: bool
+    engines: EngineFactory, kind: str, dtype: str, *, enforce_eager: bool
 ) -> None:
     """The CPU's kernels over the same format are the reference, in float32."""
     on_gpu = load_checkpoint(EMBEDDED_MODEL, dtype=dtype, device="cuda")
@@ -65,7 +69,7 @@ def test_sealed_pages_are_served_as_on_a_cpu(
     engine = engine_of(engines, on_gpu, kind, enforce_eager=enforce_eager)
     compare(
         answer(engine, *asked(on_gpu)), answer(engine_of(engines, on_cpu, kind), *asked(on_cpu)),
-        most,
+        MOST[kind] if dtype == "float32" else 0.1,
     )  # fmt: skip
     form = on_gpu.plans, on_gpu.dtype, kind, 64
     num_spare = 0 if enforce_eager else 1

@@ -1,6 +1,7 @@
 """A cache in bfloat16 under a model in float32: torch rounds for comparison, float64 reads."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -179,12 +180,8 @@ def test_what_has_no_such_cache_is_refused(embedded: Checkpoint) -> None:
         rounded_store(embedded.plans, config, torch.float32, torch.device("cuda"))
     with pytest.raises(ModelError, match="bfloat16 needs the dtype float32 or bfloat16, and the"):
         check_format("bfloat16", embedded.plans, torch.float16)
-
-    class Ranks(ModelRunner):
-        """A runner for several ranks."""
-
     with pytest.raises(ModelError, match="kv_cache_dtype bfloat16 is for a model in one process"):
-        build_engine(embedded, config, make=Ranks)
+        build_engine(embedded, config, make=partial(ModelRunner, is_one_of_ranks=True))
 
 
 def test_layers_that_hold_their_window_round_too(engines: EngineFactory) -> None:

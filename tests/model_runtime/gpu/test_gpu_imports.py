@@ -54,9 +54,10 @@ print(type(checkpoint.model.model.norm).__name__)
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run Python code from the project's root, under Triton's interpreter."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMBA + code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         cwd=ROOT,
         capture_output=True,
         text=True,

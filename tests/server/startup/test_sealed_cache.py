@@ -1,5 +1,6 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -54,10 +55,6 @@ def planned(embedded: Checkpoint, **settings: str) -> ServingPlan:
 
 class _Layer:
     num_key_heads, key_dim, value_dim = 3, 64, 64
-
-
-class _Ranks(ModelRunner):
-    """A runner for several ranks."""
 
 
 class _Float32:
@@ -126,7 +123,7 @@ def test_an_engine_refuses_what_the_settings_refuse(embedded: Checkpoint) -> Non
     """Callers beside the server have no settings."""
     config = EngineConfig(kv_cache_tokens=256, max_model_len=128, kv_cache_dtype="int4")
     with pytest.raises(ModelError, match="int4 is for a model in one process"):
-        build_engine(embedded, config, make=_Ranks)
+        build_engine(embedded, config, make=partial(ModelRunner, is_one_of_ranks=True))
 
 
 def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) -> None:
