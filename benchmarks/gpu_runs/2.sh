@@ -11,5 +11,5 @@ say drafts 60 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT"
 say positions 50 "$PYTHON" -m benchmarks.gpu_attention "${SIZES[@]}" --commit "$COMMIT" \
     --parts positions --record "$RESULTS/positions.jsonl"
 say hard 70 "${TEST[@]}" tests/gpu -k "long_contexts or 32_bits or no_mask or million or recorded_steps"
-say no_cudnn 80 env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 "$PYTHON" -m benchmarks.gpu_model \
-    "${SIZES[@]}" --commit "$COMMIT" --parts prefill --seconds 45 --out "$RESULTS/no_cudnn"
+say few_bits 80 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
+    --parts few_bits --seconds 60 --out "$RESULTS/few_bits"
