@@ -150,6 +150,35 @@ def _compile_layers() -> None:
         gated(torch.randn(1, 3, 2 * half, dtype=dtype), activation)
 
 
+def _compile_states() -> None:
+    """A hybrid's two kinds of layers: Qwen 3.5 0.8B's shape in bfloat16, and sizes of no power."""
+    from ropewalk.model_runtime.attention.state_store import DeviceParts
+    from ropewalk.model_runtime.gpu.states.convolution import convolve
+    from ropewalk.model_runtime.gpu.states.delta_rule import delta_rule, norm_and_gate
+
+    places = torch.arange(4)
+    parts = DeviceParts(places[:3], places[1:], places[:3], places[:3], places, 1)
+    for name, dtype, (num_key_heads, num_heads, key_dim, dim) in (
+        ("states", torch.bfloat16, (16, 16, 128, 128)),
+        ("states, float32", torch.float32, (2, 6, 80, 48)),
+    ):
+        JITFunction.__getitem__ = _only_compiled(name)
+        num_channels = 2 * num_key_heads * key_dim + num_heads * dim
+        x_TC, mixed_TC = torch.zeros(3, num_channels, dtype=dtype), torch.zeros(3, num_channels)
+        taps_WC, tail_NLC = torch.zeros(4, num_channels), torch.zeros(3, 3, num_channels)
+        convolve(x_TC, taps_WC, tail_NLC, parts, mixed_TC)
+        convolve(x_TC, taps_WC, tail_NLC, parts, x_TC, (taps_WC[0], x_TC))
+        state_NHKD, out_TV = (
+            torch.zeros(3, num_heads, key_dim, dim),
+            torch.zeros(3, num_heads * dim),
+        )
+        beta_TH, rate_H = torch.zeros(3, num_heads, dtype=dtype), torch.zeros(num_heads)
+        delta_rule(
+            mixed_TC, beta_TH, beta_TH, (rate_H, rate_H), state_NHKD, parts, num_key_heads, out_TV
+        )
+        norm_and_gate(out_TV, out_TV.to(dtype), torch.ones(dim), 1e-6, out_TV.to(dtype))
+
+
 def _compile_sealed() -> None:
     """Writes and reads of sealed pages: a decode, a prompt within a page, and one over pages."""
     from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
@@ -199,6 +228,7 @@ def main() -> None:
         attention.read(laid.read)
     _compile_sealed()
     _compile_layers()
+    _compile_states()
 
 
 if __name__ == "__main__":

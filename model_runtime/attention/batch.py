@@ -26,7 +26,9 @@ from ropewalk.model_runtime.transfer import on_device
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
+    from ropewalk.model_runtime.attention.state_store import DeviceParts
 
+NO_SLOT = -1  # of a part whose states begin with zeros
 _NO_PARTS = np.empty((0, 4), dtype=np.int64)
 
 
@@ -71,6 +73,7 @@ class Batch:
     work_lists: dict[Cut, WorkList] = field(default_factory=dict)
     # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
     parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
+    device_parts: "DeviceParts | None" = None  # of a captured step, whose places are fixed
     has_draft_parts: bool = False  # some of them are drafts, whose inputs are needed again
     own_pages: "OwnPages | None" = None  # None: the cache holds every page as it was written
     # Of all groups of layers; the fields of these names are of the first. None: there is one group.
@@ -267,7 +270,7 @@ def state_parts(parts: Iterable[tuple[int, Sequence[StatePart]]]) -> NDArray[np.
         begin = first
         for part in of_sequence:
             end = begin + part.num_tokens
-            rows.append((begin, end, -1 if part.read is None else part.read, part.write))
+            rows.append((begin, end, NO_SLOT if part.read is None else part.read, part.write))
             begin = end
     return np.array(rows, dtype=np.int64)
 

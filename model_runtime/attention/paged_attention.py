@@ -12,16 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
-from ropewalk.model_runtime.attention.state_store import LayerStates, StateStore
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import half_split_from_interleaved
 
@@ -64,21 +61,40 @@ class StateOperation(NamedTuple):
 class StateCall(Protocol):
     """The call of a layer that mixes tokens by a state of each sequence, not by attention."""
 
+    def zeros(self) -> Tensor:
+        """Return zeros in the shape of the result, for probes."""
+
+    def advance(self, states: Any, parts: Any) -> Tensor:
+        """Advance the states of sequences, and return the result.
+
+        `states`: the layer's slots, and `parts`: those of the step, both of one `SlotStore`.
+        """
+
+
+class CpuStateCall(StateCall, Protocol):
+    """A call on a CPU, which the one call of a step and the tokens of drafts need apart."""
+
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Return what the layer's products computed, [T, ...] each."""
 
-    def of(self, inputs: Sequence[Tensor]) -> "StateCall":
+    def of(self, inputs: Sequence[Tensor]) -> "CpuStateCall":
         """Return the call of the same layer with other inputs."""
 
     def operation(self) -> StateOperation:
         """Return the operation for the one call of a step."""
 
-    def zeros(self) -> Tensor:
-        """Return zeros in the shape of the result, for probes."""
 
-    def advance(self, states: LayerStates, parts_X4: NDArray[np.int64]) -> Tensor:
-        """Advance the states of sequences, and return the result. See `Batch.parts_X4`."""
+class SlotStore(Protocol):
+    """The slots of sequences' states, on one kind of device."""
+
+    num_slots: int
+
+    def layer(self, layer_idx: int) -> Any:
+        """Return a layer's slots, as the device's calls take them."""
+
+    def parts_of(self, batch: Batch) -> Any:
+        """Return the parts of a step's sequences in the same way."""
 
 
 class StateStep(Protocol):
@@ -175,10 +191,11 @@ class PagedStep:
         plans: Mapping[int, LayerPlan],
         backend: type[Backend],
         *,
-        states: StateStore | None = None,
+        states: SlotStore | None = None,
     ) -> None:
         self.parts_X4 = batch.parts_X4
         self.states = states
+        self._parts: Any = None  # made for the first layer with states
         # By layer, if the step has drafts: those that turn out right advance the states later.
         self.state_calls: dict[int, StateCall] | None = {} if batch.has_draft_parts else None
         self.store = store
@@ -212,7 +229,9 @@ class PagedStep:
         assert self.states is not None, "a layer with states in a model that was planned without"
         if self.state_calls is not None:
             self.state_calls[layer_idx] = call
-        return call.advance(self.states.layer(layer_idx), self.parts_X4)
+        if self._parts is None:
+            self._parts = self.states.parts_of(self._batch)
+        return call.advance(self.states.layer(layer_idx), self._parts)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Write this step's keys and values, then read every page."""

@@ -9,7 +9,6 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, ROUNDED
-from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
@@ -23,6 +22,7 @@ from ropewalk.model_runtime.runner.backends import (
     new_store,
     rounded_store,
     sealed_store,
+    state_store,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -97,8 +97,16 @@ def _slotted(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:
 
 
 def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Return the most tokens of a draft; by default none if they could change an answer's bits."""
+    """Return the most tokens of a draft; by default none if they could change an answer's bits.
+
+    Raises ModelError if drafts are asked for and not served.
+    """
     if config.max_draft_tokens is not None:
+        if config.max_draft_tokens and checkpoint.states and checkpoint.device.type != "cpu":
+            raise ModelError(
+                "max_draft_tokens must be 0 for a model with states on a GPU, got "
+                f"{config.max_draft_tokens}"
+            )
         return config.max_draft_tokens
     return DEFAULT_DRAFT_TOKENS if has_exact_drafts(checkpoint) else 0
 
@@ -140,9 +148,7 @@ def build_runner(
         else:
             groups = config.page_groups
             store = new_store(checkpoint.plans, num_pages, page_size, *on, groups=groups)
-        states = (
-            StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None
-        )
+        states = state_store(checkpoint.states, config.num_state_slots, checkpoint.device)
     except RuntimeError as error:  # raised by torch if memory is short, on a CPU and on a GPU
         raise ModelError(
             f"there is no memory for a KV cache of {config.kv_cache_tokens} tokens: {error}"

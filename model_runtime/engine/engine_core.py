@@ -246,7 +246,9 @@ class EngineCore:
         with self._clock.part("build"):
             states = [self._requests.of(sequence) for sequence in plan.chunks]
             has_drafts = self._speculator is not None and self._speculator.has_drafts
-            is_ahead = self._runner.is_asynchronous and plan.is_decode_only and not has_drafts
+            # A token of a launched step may be thrown away, and a state cannot go back.
+            is_ahead = self._runner.is_asynchronous and self._states is None
+            is_ahead = is_ahead and plan.is_decode_only and not has_drafts
             launched = None
             if is_ahead and all(map(_RUNS_AHEAD, states)):
                 launched = self._launch(plan, states, None)

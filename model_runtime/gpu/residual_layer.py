@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, StateCall
 from ropewalk.model_runtime.gpu.gated_block import fuse_gates
 from ropewalk.model_runtime.gpu.rms_norm import GpuRmsNorm, candidates
 from ropewalk.model_runtime.layers.match_norm import replace_norms
@@ -97,7 +97,12 @@ class _Call:
 
 
 class _OwnValue:
-    """A step whose attention gives every token its own value."""
+    """A step whose attention gives every token its own value, and whose states give zeros."""
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return zeros."""
+        del layer_idx
+        return call.zeros()
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the values, one for each query head, [1, T, H, V]."""

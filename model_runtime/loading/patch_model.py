@@ -32,16 +32,20 @@ from ropewalk.model_runtime.attention.paged_attention import (
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 from ropewalk.model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
+from ropewalk.model_runtime.layers.states.take_over import take_states
 from ropewalk.model_runtime.loading.plain_config import (
     NO_ROTATION,
-    refuse_states_elsewhere,
     refuse_unserved_attention,
     state_shapes,
     text_values,
 )
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls, text_config
 from ropewalk.model_runtime.probing.untouched import rotary_modules
-from ropewalk.model_runtime.runner.backends import cpu_fault, has_cpu_kernels
+from ropewalk.model_runtime.runner.backends import (
+    cpu_fault,
+    has_cpu_kernels,
+    state_kernels_for,
+)
 from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
 
@@ -211,31 +215,32 @@ def patch_with_states(
     Other models import no kernels of states. Raises ModelError that names the obstacle.
     """
     device = next(model.parameters()).device
-    may_have_states = any(isinstance(each, nn.Conv1d) for each in model.modules())
-    if may_have_states and not has_cpu_kernels(device):
-        _refuse_states(model, device)
-    if not may_have_states or not has_cpu_kernels(device):
+    if not any(isinstance(each, nn.Conv1d) for each in model.modules()):
         return patch_model(model, native), {}
-    from ropewalk.model_runtime.layers.states.rowwise_functions import (  # noqa: PLC0415  # imports numba
-        use_rowwise_functions,
-    )
-    from ropewalk.model_runtime.layers.states.take_over import take_states  # noqa: PLC0415
-
-    states = take_states(model)
+    kernels = state_kernels_for(device)
+    if kernels is None:
+        refuse_states(model, device)
+        return patch_model(model, native), {}
+    states = take_states(model, kernels)
     plans = patch_model(model, native)
-    if states:
+    if states and has_cpu_kernels(device):
+        from ropewalk.model_runtime.layers.states.rowwise_functions import (  # noqa: PLC0415  # imports numba
+            use_rowwise_functions,
+        )
+
         use_rowwise_functions(model)
     return plans, states
 
 
-def _refuse_states(model: nn.Module, device: torch.device) -> None:
-    """Raise ModelError if a model has states that only the kernels of a CPU could serve."""
-    values = text_values(model.config)
-    refuse_states_elsewhere(type(model).__name__, values, device)
-    if state_shapes(values):
+def refuse_states(model: nn.Module, device: torch.device) -> None:
+    """Raise ModelError if a model has states, which need compiled kernels."""
+    if state_shapes(text_values(model.config)):
+        needed = f"Triton on {device}, which is not installed"
+        if device.type == "cpu":
+            needed = f"the compiled kernels of a CPU, and these fail: {cpu_fault()}"
         raise ModelError(
-            f"{type(model).__name__} has layers that keep a state of each sequence, which need the "
-            f"compiled kernels of a CPU, and these fail: {cpu_fault()}"
+            f"{type(model).__name__} has layers that keep a state of each sequence, which need "
+            f"{needed}"
         )
 
 

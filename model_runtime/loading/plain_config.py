@@ -316,15 +316,6 @@ def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
     }
 
 
-def refuse_states_elsewhere(name: str, values: Mapping[str, Any], device: Any) -> None:
-    """Raise ModelError for a model with states that is not on a CPU."""
-    if device.type != "cpu" and state_shapes(values):
-        raise ModelError(
-            f"{name} has layers that keep a state of each sequence, which are served on a CPU "
-            f"only, got device {device}"
-        )
-
-
 def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
     """Raise ModelError for attention that the self-check is too short to see."""
     for field, meaning in _UNSERVED.items():

@@ -27,7 +27,6 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import last_layer
@@ -40,7 +39,7 @@ from ropewalk.model_runtime.probing.untouched import (
     difference,
     windows_shrunk,
 )
-from ropewalk.model_runtime.runner.backends import backend_for
+from ropewalk.model_runtime.runner.backends import backend_for, state_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart, StateShape
 from ropewalk.rope import NativeRope, Profile
@@ -96,7 +95,7 @@ class PagedPrompts:
             parameter.device,
             row_keys=self._backend.row_keys,
         )
-        self._states = StateStore(states, num_slots=2) if states else None
+        self._states = state_store(states or {}, 2, parameter.device)
         self._tables = RopeTables(native, _PAGE_SIZE, LONG_LEN, parameter.device)
         self._native = Profile(native.tables[native.scaled_layer_type].scaling)
 

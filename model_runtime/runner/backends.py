@@ -9,13 +9,15 @@ from importlib.util import find_spec
 import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
+from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, SlotStore
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, ROUNDED, check_format
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
+from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.rope import ALL_LAYERS, Profile
 
 
@@ -36,6 +38,33 @@ def cpu_fault() -> str | None:
 def has_gpu_kernels(device: torch.device) -> bool:
     """Return whether the kernels that triton compiles serve the device."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def state_kernels_for(device: torch.device) -> StateKernels | None:
+    """Return the kernels that serve layers with states on the device; None if there are none."""
+    if has_cpu_kernels(device):
+        from ropewalk.model_runtime.layers.states.cpu_states import CpuStates  # noqa: PLC0415
+
+        return CpuStates()
+    if has_gpu_kernels(device):
+        from ropewalk.model_runtime.gpu.states.calls import GpuStates  # noqa: PLC0415  # optional
+
+        return GpuStates()
+    return None
+
+
+def state_store(
+    layers: Mapping[int, StateShape], num_slots: int, device: torch.device
+) -> SlotStore | None:
+    """Return slots for states as the device's kernels expect them; None for no layers.
+
+    Raises RuntimeError if memory is short.
+    """
+    if not layers:
+        return None
+    kernels = state_kernels_for(device)
+    assert kernels is not None, "a model with states that nothing serves was not refused"
+    return kernels.slots(layers, num_slots, device)
 
 
 def backend_for(device: torch.device) -> type[Backend]:

@@ -21,9 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span, by_group
+from ropewalk.model_runtime.attention.batch import (
+    NO_SLOT,
+    Batch,
+    PageTable,
+    Place,
+    Span,
+    by_group,
+    state_parts,
+)
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.own_pages import open_codes
+from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.attention.work_list import refill
 from ropewalk.model_runtime.transfer import fill
 
@@ -38,7 +47,7 @@ class RecordingError(RuntimeError):
 
 # Makes the batch of a recorded step whose rows have open pages, from the place of their codes.
 WithOwn = Callable[[Batch, Tensor], Batch]
-_FIELDS = 4  # of a sequence's token, before the page of each group of layers and its open page
+_FIELDS = 4  # of a sequence's token, before its pages by group of layers, its slots and open page
 MOST_RECORDED = 256  # rows; each size keeps its own logits (docs/gpu-memory.md)
 
 
@@ -99,7 +108,9 @@ def cuda_recorder(device: torch.device) -> Recorder:
 class _Recorded:
     """A captured step of S rows."""
 
-    numbers_FS: Tensor  # int64: token, position, offset, rotation table, pages of groups, open page
+    # int64: token, position, offset, rotation table, pages of groups, slots to read and to write of
+    # a model with states, open page of a cache that seals
+    numbers_FS: Tensor
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
@@ -112,6 +123,7 @@ class DecodeGraphs:
 
     `forward`: returns the logits [S, V] of a batch and never waits for the device.
     `spare_page`: a page that no sequence holds. `num_groups`: of layers, with a page each.
+    `has_states`: the model has layers with states. Padding reads zeros there, and writes nothing.
     `with_own`: of a cache that seals pages, whose open page `spare_open` no sequence holds.
     """
 
@@ -126,13 +138,16 @@ class DecodeGraphs:
         max_rows: int,
         spare_page: int,
         num_groups: int = 1,
+        has_states: bool = False,
         with_own: WithOwn | None = None,
         spare_open: int = 0,
     ) -> None:
         self._num_groups = num_groups
+        slots = _FIELDS + num_groups
+        self._slots = slice(slots, slots + 2 * has_states)  # the rows of slots to read and write
         self._with_own = with_own
         self._spare_open = spare_open
-        self._num_fields = _FIELDS + num_groups + (with_own is not None)
+        self._num_fields = self._slots.stop + (with_own is not None)
         self._forward = forward
         self._tables = tables
         self._page_size = page_size
@@ -214,6 +229,10 @@ class DecodeGraphs:
         columns_S *= self._num_groups
         for group in range(self._num_groups):
             numbers_FS[_FIELDS + group] = pages_SN[np.arange(size), columns_S + group]
+        slots_2S = numbers_FS[self._slots]
+        if len(slots_2S):
+            slots_2S[:] = NO_SLOT
+            slots_2S[:, :num_there] = state_parts((0, span.states) for span in spans)[:, 2:].T
         if self._with_own is not None:
             numbers_FS[-1] = open_codes(self._spare_open)
             numbers_FS[-1, :num_there] = [open_codes(span.open_page) for span in spans]
@@ -231,7 +250,12 @@ class DecodeGraphs:
             (num_groups, size, num_pages), self._spare_page, dtype=torch.int32, device=device
         )
         token_ids_S, position_S, offset_S, table_S = numbers_FS[:_FIELDS]
+        numbers_FS[self._slots] = NO_SLOT
         place_S = torch.arange(size + 1, device=device)
+        parts = None
+        if self._slots.stop > self._slots.start:
+            read_S, write_S = numbers_FS[self._slots]
+            parts = DeviceParts(place_S[:size], place_S[1:], read_S, write_S, place_S, 1)
         batch = Batch(
             token_ids_1T=token_ids_S[None],
             position_ids_1T=position_S[None],
@@ -247,6 +271,7 @@ class DecodeGraphs:
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
             page_table_GSN=None if num_groups == 1 else page_table_GSN,
             page_GT=None if num_groups == 1 else page_GS,
+            device_parts=parts,
         )
         if self._with_own is not None:
             numbers_FS[-1] = open_codes(self._spare_open)

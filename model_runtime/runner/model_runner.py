@@ -21,12 +21,12 @@ from ropewalk.model_runtime.attention.paged_attention import (
     Backend,
     LayerPlan,
     PagedStep,
+    SlotStore,
     StateCall,
     Step,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.last_layer import (
@@ -129,7 +129,7 @@ class ModelRunner:
         page_size: int,
         *,
         backend: type[Backend] | None = None,
-        states: StateStore | None = None,
+        states: SlotStore | None = None,
         is_one_of_ranks: bool = False,
     ) -> None:
         """Keep what a step needs. `backend`: None means the one that serves the device.
@@ -270,6 +270,7 @@ class ModelRunner:
             max_rows=max_rows,
             spare_page=spare_page,
             num_groups=self._store.num_groups,
+            has_states=self._states is not None,
             **_recorded_own(self._store),
         )
         try:

@@ -20,10 +20,9 @@ from ropewalk.model_runtime.attention.paged_attention import (
     StateCall,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.backends import backend_for, new_store
+from ropewalk.model_runtime.runner.backends import backend_for, new_store, state_store
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Moments, build_tiers
 from ropewalk.studies.inspection.layer_statistics import LayerStatistics
@@ -116,7 +115,7 @@ def head_statistics(
     store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
     tables = RopeTables(native, _PAGE_SIZE, longest, device)
     slot = tables.id_of(build_tiers(native.method, native)[0].profile)
-    states = StateStore(checkpoint.states, num_slots=1) if checkpoint.states else None
+    states = state_store(checkpoint.states, 1, device)
     watch = _Watch(plans, layers)
     for token_ids in sequences:
         parts = [StatePart(len(token_ids), None, 0)] if checkpoint.states else ()

@@ -15,6 +15,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
@@ -78,9 +79,11 @@ class Conversations:
                 first = self.lens[index]
                 tokens = self.tokens[index][first : first + count]
                 table_id = runner.table_id(self.profiles[index])
-                spans.append(
-                    Span(tokens, first, self.pages[index], table_id, range(count - 1, count))
-                )
+                rows = range(count - 1, count)
+                states = (StatePart(count, index if first else None, index),)
+                if runner._states is None:
+                    states = ()
+                spans.append(Span(tokens, first, self.pages[index], table_id, rows, states))
             answers.append(runner.run(spans).clone())
         for index, count in num_tokens.items():
             self.lens[index] += count

@@ -30,6 +30,7 @@ from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 
 # Bytes of one captured step: its launches, and the unused rest of the pool's blocks. An estimate,
@@ -134,7 +135,12 @@ def profile_memory(
     if config.page_groups is not None:
         most = replace(config, kv_cache_tokens=max(most, config.page_size)).longest_context
     context_len = min(config.max_model_len, max(most, config.page_size))
-    tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
+    tried = replace(
+        config,
+        kv_cache_tokens=config.page_size,
+        max_model_len=context_len,
+        num_state_slots=1 if checkpoint.states else 0,  # like the page, for every sequence
+    )
     try:
         runner = build_runner(checkpoint, tried, profiles, make)
         # A prompt under a position method needs the most, a sum in float32 (prefill.py).
@@ -227,7 +233,7 @@ def _last_tokens(
 ) -> Span:
     """Return the last tokens of the longest context, with the last rows of logits.
 
-    Page 0 is used for every page, because its content changes no tensor's size.
+    Page 0 is used for every page, because its content changes no tensor's size. So is slot 0.
     """
     return Span(
         [at % vocab_size for at in range(num_tokens)],
@@ -235,4 +241,5 @@ def _last_tokens(
         [0] * (-(-config.max_model_len // config.page_size) * config.num_groups),
         table_id,
         range(num_tokens - num_rows, num_tokens),
+        (StatePart(num_tokens, None, 0),) if config.num_state_slots else (),
     )

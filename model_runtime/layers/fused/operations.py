@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall, StateCall
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, CpuStateCall
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
@@ -126,7 +126,7 @@ class Advance:
     out: Value
     layer: int
     inputs: tuple[Operand, ...]
-    call: StateCall
+    call: CpuStateCall
 
 
 Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave | Advance

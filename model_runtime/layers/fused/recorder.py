@@ -8,7 +8,7 @@ Shapes: T = tokens of the trace, C = columns of a value, S = elements of a tenso
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk.model_runtime.attention.paged_attention import (
     AttentionCall,
+    CpuStateCall,
     LayerPlan,
     StateCall,
 )
@@ -223,9 +224,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Note a layer's advance of states; return zeros."""
-        inputs = tuple(self.operand(each)[0] for each in call.inputs)
-        out, value = self._output(call.inputs[0], call.zeros().shape)
-        self._operations.append(Advance(value, layer_idx, inputs, call))
+        on_cpu = cast("CpuStateCall", call)
+        inputs = tuple(self.operand(each)[0] for each in on_cpu.inputs)
+        out, value = self._output(on_cpu.inputs[0], call.zeros().shape)
+        self._operations.append(Advance(value, layer_idx, inputs, on_cpu))
         return out  # type: ignore[no-any-return]
 
     # torch's own operations

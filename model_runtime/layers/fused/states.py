@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import PagedStep
+from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, Numbers, StateArrays
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
@@ -36,6 +37,7 @@ def state_arrays(step: PagedStep) -> StateArrays:
     """Return the slots and parts of a step."""
     if step.states is None:
         return StateArrays(_NO_ADDRESSES, 0, step.parts_X4)
+    assert isinstance(step.states, StateStore), "programs run on a CPU"
     return StateArrays(step.states.addresses_LX, step.states.num_slots, step.parts_X4)
 
 

@@ -2,41 +2,38 @@
 
 A layer is recognised by the names and sizes of its parts. That is not proof of what it computes. So
 the self-check compares the model's logits, over several sequences, chunks and single tokens.
+It is a file of its own, because it names both kinds of layers, and patching names none.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from ropewalk.model_runtime.layers.states.gated_delta import GatedDelta
 from ropewalk.model_runtime.layers.states.short_convolution import ShortConvolution
+from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
 from ropewalk.model_runtime.state_shape import StateShape
 
 StateLayer = GatedDelta | ShortConvolution
 
 
-def take_states(model: nn.Module) -> dict[int, StateShape]:
+def take_states(model: nn.Module, kernels: StateKernels) -> dict[int, StateShape]:
     """Let a step advance the states of a model's layers, in place; return their shapes by layer."""
-    found = dict(_state_layers(model))
+    found = dict(_state_layers(model, kernels))
     for each in found.values():
         # The instance's attribute hides the forward of the class.
         each.module.forward = each.forward
     return {index: each.shape for index, each in found.items()}
 
 
-def state_shapes(model: nn.Module) -> Mapping[int, StateShape]:
-    """Return the shapes of a model's states by layer, without a change of the model."""
-    return {index: each.shape for index, each in _state_layers(model)}
-
-
-def _state_layers(model: nn.Module) -> Iterator[tuple[int, StateLayer]]:
+def _state_layers(model: nn.Module, kernels: StateKernels) -> Iterator[tuple[int, StateLayer]]:
     for module in model.modules():
         index: Any = getattr(module, "layer_idx", None)
         if type(index) is not int:
             continue
         for kind in (GatedDelta, ShortConvolution):
-            made = kind.of(module)
+            made = kind.of(module, kernels)
             if made is not None:
                 yield index, made
                 break

@@ -201,6 +201,8 @@ def test_the_kernels_compile_for_an_h200() -> None:
         case = f"sealed, all, {kind}"
         sealed = (placed - {"_put"}) | {"_write", "_seal", "_attend"}
         assert {kernel for name, kernel in compiled if name == case} == sealed
+    states = {"_convolve", "_keep", "_delta", "_norm_and_gate"}
+    assert {kernel for case, kernel in compiled if case.startswith("states")} == states
     assert all(line.get("approximate", []) == [] for line in lines)
     assert all(line.get("waits", True) for line in lines)
     # The shared memory of a program on every GPU since compute capability 8.0.

@@ -1,6 +1,5 @@
 """The slots of models with states in the plan, the banner and the refusals."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import torch
 
 from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.loading.patch_model import refuse_states
 from ropewalk.model_runtime.loading.plain_config import (
-    refuse_states_elsewhere,
     state_shapes,
     text_values,
 )
@@ -111,20 +109,16 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))
 
 
-def test_a_gpu_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
-    """The sentence names the class, the reason and the device."""
-    shutil.copytree(folder, tmp_path / "model")
-    outline = read_model_config(tmp_path / "model", device="cpu")
-    on_gpu = type(outline)(outline.source, outline.config, outline.dtype, torch.device("cuda"))
-    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has layers .* CPU only, got .* cuda"):
-        on_gpu.native()
+def test_a_gpu_without_triton_is_told_as_the_reason() -> None:
+    """The sentence names the class, and what is missing on which device."""
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has layers .* Triton on cuda, which"):
+        refuse_states(tiny_model("qwen3_5_text"), torch.device("cuda"))
 
 
 def test_a_class_that_is_served_nowhere_is_not_promised_on_a_cpu() -> None:
     """OLMo Hybrid has Qwen's fields and other layers, whose class a load names on any device."""
     config = tiny_config("olmo_hybrid")
     assert state_shapes(text_values(config)) == {}
-    refuse_states_elsewhere("OlmoHybridForCausalLM", text_values(config), torch.device("cuda"))
     with pytest.raises(ModelError, match="OlmoHybridGatedDeltaNet mixes tokens by a state"):
         tiny_checkpoint("olmo_hybrid")
 

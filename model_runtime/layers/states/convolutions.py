@@ -1,21 +1,14 @@
-"""The weights of a causal convolution, as kernels take them.
-
-Shapes: C = channels, W = taps.
-"""
+"""The convolutions of layers with states, and what kernels make of their weights."""
 
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from torch import Tensor, nn
-
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 Made = TypeVar("Made")
 
 
-def is_causal(convolution: Any, num_channels: int) -> bool:
-    """Return whether a module is a causal convolution of each channel, as wide as registers."""
+def is_causal(convolution: Any, num_channels: int, width: int) -> bool:
+    """Return whether a module is a causal convolution of each channel, of whole widths."""
     if not isinstance(convolution, nn.Conv1d):
         return False
     num_taps, padding = convolution.kernel_size[0], convolution.padding
@@ -23,14 +16,8 @@ def is_causal(convolution: Any, num_channels: int) -> bool:
         convolution.in_channels == convolution.out_channels == convolution.groups == num_channels
         and padding == (num_taps - 1,)
         and num_taps > 1
-        and num_channels % WIDTH == 0
+        and num_channels % width == 0
     )
-
-
-def taps_of(convolution: nn.Conv1d) -> Floats:
-    """Return the weights [W, C] in float32."""
-    weight_CW = convolution.weight.detach()[:, 0].float()
-    return np.ascontiguousarray(weight_CW.t().numpy())
 
 
 class Kept(Generic[Made]):

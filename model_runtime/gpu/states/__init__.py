@@ -1,0 +1,1 @@
+"""Layers with states on a GPU in Triton."""
