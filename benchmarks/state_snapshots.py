@@ -2,9 +2,11 @@
 
 The scheduler plans every step, and no model computes it. Tokens are random numbers. So the shares
 of cached tokens and the slots are those of a server under the same requests, whatever its speed.
+With `--engine`, an engine serves them with a small model of Qwen 3.5's class and random weights.
 """
 
 import argparse
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +27,22 @@ _DEPLOYMENT = make_deployment(
     "m", native_rope({"max_position_embeddings": NATIVE_LEN, "head_dim": 8})
 )
 Tokens = tuple[int, ...]
+_SMALL_VOCABULARY = 2048  # of the embedded model's tokenizer
+_SMALL = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": _SMALL_VOCABULARY,
+    "max_position_embeddings": NATIVE_LEN,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
 class Answering(Protocol):
@@ -83,6 +101,9 @@ class Server:
         self.num_cached += sum(each.num_cached_tokens or 0 for each in sequences)
         return [tuple(each.token_ids) for each in sequences]
 
+    def stop(self) -> None:
+        """Do nothing; an engine has a thread to end."""
+
     def _step(self) -> None:
         states = self._scheduler.pages.states
         chunks = list(self._scheduler.schedule().chunks.values())
@@ -99,6 +120,61 @@ class Server:
         if states is not None:
             held = states.pool.num_used + states.pool.num_cached
             self.most_slots = max(self.most_slots, held)
+
+
+class EngineServer:
+    """An engine over a small hybrid, whose answers are drawn."""
+
+    def __init__(self, num_slots: int, num_running: int, seed: int) -> None:
+        """Load the model, and start an engine with that many slots."""
+        # Torch and transformers are slow to import, and the scheduler needs neither.
+        import torch  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+        from ropewalk.model_runtime.engine.build_engine import build_engine  # noqa: PLC0415
+        from ropewalk.model_runtime.loading.checkpoint import prepare_model  # noqa: PLC0415
+        from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer  # noqa: PLC0415
+        from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL  # noqa: PLC0415
+
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SMALL)).eval()
+        checkpoint = prepare_model(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
+        self._deployment = make_deployment("m", checkpoint.native)
+        config = EngineConfig(
+            kv_cache_tokens=400_000,
+            max_model_len=NATIVE_LEN,
+            page_size=PAGE_SIZE,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=2048,
+            num_state_slots=num_slots,
+        )
+        self._engine = build_engine(checkpoint, config)
+        self._engine.start()
+        self._numbers = itertools.count()  # no two requests have one id
+        self.num_prompt_tokens = self.num_cached = self.most_slots = 0
+
+    def answer(self, prompts: list[Tokens], num_tokens: int = 150) -> list[Tokens]:
+        """Serve prompts that come at once; return each with its answer."""
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=1.0)
+        asked = [tuple(each % _SMALL_VOCABULARY for each in prompt) for prompt in prompts]
+        requests = []
+        for ids in asked:
+            placement = self._deployment.place(RopeRequest(), len(ids), num_tokens)
+            requests.append(Request(f"{next(self._numbers)}", ids, sampling, placement))
+        served = self._engine.generate(requests)
+        states = self._engine._core.scheduler.pages.states  # noqa: SLF001  # what it holds now
+        assert states is not None
+        self.most_slots = max(self.most_slots, states.pool.num_used + states.pool.num_cached)
+        self.num_prompt_tokens += sum(map(len, prompts))
+        self.num_cached += sum(outputs[-1].num_cached_tokens or 0 for outputs in served)
+        return [
+            (*ids, *(token for output in outputs for token in output.token_ids))
+            for ids, outputs in zip(asked, served, strict=True)
+        ]
+
+    def stop(self) -> None:
+        """End the engine's thread."""
+        self._engine.stop()
 
 
 def conversations(server: Answering, rng: random.Random) -> None:
@@ -132,11 +208,27 @@ def branches(server: Answering, rng: random.Random) -> None:
 LOADS = {"ten turns": conversations, "shared prefix": shared_prefix, "branches": branches}
 
 
-def measured(load: str, num_slots: int, num_running: int = 16, seed: int = 1) -> Result:
-    """Send a load to a server with that many slots; 0: without states."""
-    server = Server(num_slots, num_running, seed)
+def measured(
+    load: str, num_slots: int, num_running: int = 16, seed: int = 1, *, is_engine: bool = False
+) -> Result:
+    """Send a load to a server with that many slots; 0: without states, and without an engine."""
+    server = (EngineServer if is_engine else Server)(num_slots, num_running, seed)
     LOADS[load](server, random.Random(seed))  # noqa: S311  # repeatable, not secret
+    server.stop()
     return Result(server.num_prompt_tokens, server.num_cached, server.most_slots)
+
+
+def engine_table(slots: list[int]) -> str:
+    """Return a row for each load and number of slots: an engine's share beside a scheduler's."""
+    lines = ["| load | slots | cached by an engine | by the scheduler alone |", "|---|---|---|---|"]
+    for load in LOADS:
+        for num_slots in slots:
+            served, planned = (
+                measured(load, num_slots, is_engine=is_engine).cached_share
+                for is_engine in (True, False)
+            )
+            lines.append(f"| {load} | {num_slots} | {served:.1%} | {planned:.1%} |")
+    return "\n".join(lines)
 
 
 def table(slots: list[int]) -> str:
@@ -159,8 +251,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slots", default="16,32,64,128", help="numbers of slots, with commas")
+    parser.add_argument("--engine", action="store_true", help="an engine beside the scheduler")
     options = parser.parse_args()
-    print(table([int(each) for each in options.slots.split(",")]))  # noqa: T201
+    made = engine_table if options.engine else table
+    print(made([int(each) for each in options.slots.split(",")]))  # noqa: T201
 
 
 if __name__ == "__main__":
