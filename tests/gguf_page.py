@@ -100,7 +100,7 @@ One is added to the norms of Gemma and Qwen's hybrids in float32 by converters, 
 
 ## Models with states
 
-Qwen 3.5 (`qwen35`, `qwen35moe`), Qwen 3 Next and LFM 2 are served on a CPU, as from safetensors ([hybrid.md](hybrid.md)). Other architectures whose layers keep states are refused by name.
+Qwen 3.5 (`qwen35`, `qwen35moe`), Qwen 3 Next and LFM 2 are served on a CPU and on a GPU, as from safetensors ([hybrid.md](hybrid.md)). Other architectures whose layers keep states are refused by name.
 
 - The converter of Qwen 3.5 puts the first value head of every key head first. The model has the heads of a key head beside each other. Rows are put back when the file is read. The columns of a quantised `ssm_out` cannot be, because a block may hold several heads. So its inputs are put in the order of the file at each call, with `--weights dequantised` too.
 - The file has the decay rate `-exp(A_log)`. The logarithm is found whose exp in float32 is the file's number.

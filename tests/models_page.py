@@ -173,7 +173,7 @@ On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GG
 |---|---|---|
 {refused}
 
-Layers that keep a state of each sequence are served for the classes above, on a CPU ([hybrid.md](hybrid.md)). For other classes the refusal names the class of the layer.
+Layers that keep a state of each sequence are served for the classes above, on a CPU and on a GPU ([hybrid.md](hybrid.md)). For other classes the refusal names the class of the layer.
 
 Three kinds of attention are refused by fields of the config, because the self-check's prompts are too short to see them:
 

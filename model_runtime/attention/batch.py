@@ -272,7 +272,7 @@ def state_parts(parts: Iterable[tuple[int, Sequence[StatePart]]]) -> NDArray[np.
             end = begin + part.num_tokens
             rows.append((begin, end, NO_SLOT if part.read is None else part.read, part.write))
             begin = end
-    return np.array(rows, dtype=np.int64)
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:

@@ -3,7 +3,8 @@
 A step is scheduled, runs, and its logits are processed (`postprocess.py`). Nothing here is
 thread-safe.
 
-A device that runs asynchronously stays one step ahead while steps only decode. The step after the
+A device that runs asynchronously stays one step ahead while steps only decode, except for a model
+with states. The step after the
 current one is launched before the tokens of the current one are read. They go from step to step on
 the device. The host delivers them while the device computes the next ones. If drafts are expected,
 then the tokens are read first (`speculator.py`).

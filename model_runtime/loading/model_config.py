@@ -29,6 +29,7 @@ from ropewalk.model_runtime.loading.plain_config import (
     plain_config,
     plain_device,
     plain_number_type,
+    refuse_states_elsewhere,
     served_values,
     state_shapes,
     text_values,
@@ -75,6 +76,7 @@ class ModelConfig:
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
         values = served_values(self.architecture, self.config)
+        refuse_states_elsewhere(self.architecture, values, self.device)
         try:
             return native_rope(values)
         except RopeConfigError as error:

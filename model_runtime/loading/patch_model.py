@@ -35,6 +35,7 @@ from ropewalk.model_runtime.layers.skip_rotation import restore_rotation, spare_
 from ropewalk.model_runtime.layers.states.take_over import take_states
 from ropewalk.model_runtime.loading.plain_config import (
     NO_ROTATION,
+    refuse_states_elsewhere,
     refuse_unserved_attention,
     state_shapes,
     text_values,
@@ -219,7 +220,7 @@ def patch_with_states(
         return patch_model(model, native), {}
     kernels = state_kernels_for(device)
     if kernels is None:
-        refuse_states(model, device)
+        _refuse_states(model, device)
         return patch_model(model, native), {}
     states = take_states(model, kernels)
     plans = patch_model(model, native)
@@ -232,15 +233,14 @@ def patch_with_states(
     return plans, states
 
 
-def refuse_states(model: nn.Module, device: torch.device) -> None:
+def _refuse_states(model: nn.Module, device: torch.device) -> None:
     """Raise ModelError if a model has states, which need compiled kernels."""
-    if state_shapes(text_values(model.config)):
-        needed = f"Triton on {device}, which is not installed"
-        if device.type == "cpu":
-            needed = f"the compiled kernels of a CPU, and these fail: {cpu_fault()}"
+    values = text_values(model.config)
+    refuse_states_elsewhere(type(model).__name__, values, device)
+    if state_shapes(values):
         raise ModelError(
-            f"{type(model).__name__} has layers that keep a state of each sequence, which need "
-            f"{needed}"
+            f"{type(model).__name__} has layers that keep a state of each sequence, which need the "
+            f"compiled kernels of a CPU, and these fail: {cpu_fault()}"
         )
 
 

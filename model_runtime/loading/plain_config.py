@@ -316,6 +316,16 @@ def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
     }
 
 
+def refuse_states_elsewhere(name: str, values: Mapping[str, Any], device: Any) -> None:
+    """Raise ModelError for a model with states on a device without kernels for them."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if device.type != "cpu" and not has_triton and state_shapes(values):
+        raise ModelError(
+            f"{name} has layers that keep a state of each sequence, which are served on a CPU, or "
+            f"on a CUDA device if triton is installed, got device {device}"
+        )
+
+
 def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
     """Raise ModelError for attention that the self-check is too short to see."""
     for field, meaning in _UNSERVED.items():

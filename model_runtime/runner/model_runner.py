@@ -27,6 +27,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
+from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.last_layer import (
@@ -230,6 +231,7 @@ class ModelRunner:
         states, calls = self._states, self._state_calls
         assert states is not None, "a model without states"
         assert calls is not None, "the last step had no drafts"
+        assert isinstance(states, StateStore), "drafts beside states are for a CPU"
         parts_X4 = state_parts(parts)
         for layer_idx, call in calls.items():
             call.advance(states.layer(layer_idx), parts_X4)

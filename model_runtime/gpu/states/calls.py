@@ -142,7 +142,9 @@ class GpuStates:
     def shift_weights(self, convolution: nn.Conv1d) -> tuple[Tensor, Tensor]:
         """Return taps and bias of a short convolution."""
         bias, taps_WC = convolution.bias, taps_of(convolution.weight)
-        return taps_WC, taps_WC.new_zeros(taps_WC.shape[1]) if bias is None else bias.float()
+        if bias is None:
+            return taps_WC, taps_WC.new_zeros(taps_WC.shape[1])
+        return taps_WC, bias.detach().float()
 
     def shift(self, joined_TC: Tensor, weights: tuple[Tensor, Tensor]) -> StateCall:
         """Return the call of a layer; `joined_TC` is contiguous."""

@@ -214,6 +214,7 @@ def _plan(
         memory=memory,
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),
+        drafts_states=outline.device.type == "cpu",
         open_bytes=open_bytes(*form),
         stage_page_bytes=stage_page_bytes(*form),
         rounds=rounds(outline.dtype, settings.kv_cache_dtype),

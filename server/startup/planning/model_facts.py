@@ -64,6 +64,8 @@ def facts_of(
         affordable * num_ranks,
         measure,
         num_ranks,
+        slot_bytes=bytes_per_state(checkpoint.states),
+        drafts_states=False,
         open_bytes=open_bytes(*form),
         stage_page_bytes=stage_page_bytes(*form),
         windows=windows,

@@ -48,6 +48,7 @@ class ModelFacts:
     memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
+    drafts_states: bool = True  # whether a model with states is served with drafts, as on a CPU
     open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
     stage_page_bytes: int = 0  # of a staged page of one layer; 0: no page is sealed
     rounds: bool = False  # whether float32 keys and values are cached in bfloat16
@@ -200,6 +201,8 @@ def _config(
     token_bytes = padded(facts.token_bytes, config.page_groups)
     memory = None
     size_gib = settings.kv_cache_gib
+    if facts.slot_bytes and not facts.drafts_states:
+        config = _without_drafts(config)
     config, slots_bytes = with_slots(
         config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
     )
@@ -210,7 +213,8 @@ def _config(
         if settings.kv_cache_gib is None and facts.measure is not None:
             memory = facts.measure(config, profiles_of(deployments))
             rank_bytes = token_bytes // facts.num_ranks
-            affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
+            page_bytes = config.page_size * rank_bytes
+            affordable = _left(settings, memory, page_bytes, slots_bytes) * facts.num_ranks
         pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
         config = sized(config, token_bytes, affordable, pages_gib)
     _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
@@ -225,6 +229,16 @@ def _config(
         )
     longest = max(each.max_len for each in fitted(settings, deployments, config))
     return replace(config, max_model_len=longest), memory
+
+
+def _without_drafts(config: EngineConfig) -> EngineConfig:
+    """Return the config without drafts. Raises SettingsError if the settings ask for them."""
+    if config.max_draft_tokens:
+        raise SettingsError(
+            "max_draft_tokens: must be 0 for a model with states on a GPU, got "
+            f"{config.max_draft_tokens}"
+        )
+    return replace(config, max_draft_tokens=0)
 
 
 def _stage_bytes(config: EngineConfig, page_bytes: int) -> int:
@@ -258,17 +272,18 @@ def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: in
     raise SettingsError(shortage if given is None else f"{given}: {shortage}")
 
 
-def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:
-    """Return the bytes left for the cache, at least one page. Raises SettingsError."""
-    left = memory.cache_bytes(settings.gpu_memory_utilization)
+def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int, slots_bytes: int) -> int:
+    """Return the bytes left for pages, at least for one. Raises SettingsError."""
+    left = memory.cache_bytes(settings.gpu_memory_utilization) - slots_bytes
     if left >= page_bytes:
         return left
+    states = f", and {size_text(slots_bytes)} of states" if slots_bytes else ""
     what = f"{size_text(left)} are left" if left >= 0 else f"{size_text(-left)} are missing"
     raise SettingsError(
         f"gpu_memory_utilization {settings.gpu_memory_utilization:g} leaves no room for a page of "
         f"the KV cache ({settings.page_size} tokens, {size_text(page_bytes)}): {what} beside "
-        f"{memory_text(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
-        "max_num_seqs"
+        f"{memory_text(memory)}{states}; raise it, or lower max_num_batched_tokens, "
+        "max_num_logit_rows or max_num_seqs"
     )
 
 

@@ -1,5 +1,8 @@
 """The slots of models with states in the plan, the banner and the refusals."""
 
+import importlib.util
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +10,9 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.cpu_kernels import trials
+from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.loading.patch_model import refuse_states
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from ropewalk.model_runtime.loading.plain_config import (
     state_shapes,
     text_values,
@@ -17,6 +21,7 @@ from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.planning.model_facts import facts_of
 from ropewalk.server.startup.planning.planned_deployments import plan_deployments
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
@@ -109,10 +114,44 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))
 
 
-def test_a_gpu_without_triton_is_told_as_the_reason() -> None:
-    """The sentence names the class, and what is missing on which device."""
-    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has layers .* Triton on cuda, which"):
-        refuse_states(tiny_model("qwen3_5_text"), torch.device("cuda"))
+def test_a_gpu_without_triton_is_refused_before_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names the class, the reason and the device."""
+    shutil.copytree(folder, tmp_path / "model")
+    outline = read_model_config(tmp_path / "model", device="cpu")
+    on_gpu = type(outline)(outline.source, outline.config, outline.dtype, torch.device("cuda"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has .* triton .*, got .* cuda"):
+        on_gpu.native()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    assert on_gpu.native().native_len == outline.native().native_len
+
+
+def test_the_slots_of_a_gpu_are_beside_what_a_step_was_measured_to_need(embedded: Any) -> None:
+    """The measured step has one slot only, and there is none for drafts."""
+    memory = MemoryProfile(1000 * MIB, 20 * MIB, 600 * MIB, 60 * MIB, 20 * MIB)
+    facts = ModelFacts(
+        embedded.native, 1024, 200 * MIB, lambda *_: memory, slot_bytes=MIB, drafts_states=False
+    )
+    asked = {"max_num_seqs": "8", "gpu_memory_utilization": "0.9"}
+    plan = plan_serving(load_settings({**asked, "max_num_seqs": "64"}), facts)
+    assert plan.config.num_state_slots == 100  # half of what may be affordable
+    assert plan.config.max_draft_tokens == 0
+    assert plan.cache_bytes == 200 * MIB
+    assert plan.capacity == 100 * 1024
+    with pytest.raises(SettingsError, match=r"max_draft_tokens: must be 0 .* on a GPU, got 3"):
+        plan_serving(load_settings({**asked, "max_draft_tokens": "3"}), facts)
+
+
+def test_a_hybrid_on_a_gpu_is_planned_with_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the engine would allocate more than the plan knows."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * 2**30, 80 * 2**30))
+    checkpoint = tiny_checkpoint("qwen3_5_text")
+    on_gpu = replace(checkpoint, device=torch.device("cuda:0"))
+    facts = facts_of(on_gpu, load_settings({}))
+    assert facts.slot_bytes == bytes_per_state(checkpoint.states) > 0
+    assert not facts.drafts_states
 
 
 def test_a_class_that_is_served_nowhere_is_not_promised_on_a_cpu() -> None:
