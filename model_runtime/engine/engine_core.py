@@ -4,10 +4,9 @@ A step is scheduled, runs, and its logits are processed (`postprocess.py`). Noth
 thread-safe.
 
 A device that runs asynchronously stays one step ahead while steps only decode, except for a model
-with states. The step after the
-current one is launched before the tokens of the current one are read. They go from step to step on
-the device. The host delivers them while the device computes the next ones. If drafts are expected,
-then the tokens are read first (`speculator.py`).
+with states. The step after the current one is launched before the tokens of the current one are
+read. They go from step to step on the device. The host delivers them while the device computes the
+next ones. If drafts are expected, then the tokens are read first (`speculator.py`).
 
 Shapes: R = rows of logits, V = vocabulary.
 """

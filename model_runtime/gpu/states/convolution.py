@@ -17,17 +17,20 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.gpu.rotate import jit, padded
 
-_TOKENS = 16  # of a program
+_TOKENS = 16  # that a program holds at once
+# Tokens of a program if a sequence has more than that. A step has as many programs for each of its
+# sequences as its longest one needs, and with long shares few of them are for nothing.
+_SHARE = 128
 _CHANNELS = 128
 
 
-@jit("begin_X", "end_X", "read_X", "first_S1", "gate_t")
+@jit("begin_X", "end_X", "read_X", "first_S1", "gate_t", "num_own")
 def _convolve(
-    x, taps, tails, bias, gate, begin_X, end_X, read_X, first_S1, out, gate_t,
+    x, taps, tails, bias, gate, begin_X, end_X, read_X, first_S1, out, gate_t, num_own,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of some tokens of one sequence.
+    """Some channels of `num_own` tokens of one sequence.
 
     GATED: gate * (sum + bias) in the output's type; otherwise silu of the sum.
     """
@@ -35,30 +38,30 @@ def _convolve(
     last = tl.load(first_S1 + tl.program_id(0) + 1) - 1
     begin, end = tl.load(begin_X + first), tl.load(end_X + last)
     read = tl.load(read_X + first)
-    start = begin + tl.program_id(1) * TOKENS
-    if start >= end:
-        return
-    t = start + tl.arange(0, TOKENS)
+    own = begin + tl.program_id(1) * num_own
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_channel = c < CHANNELS
-    is_there = (t < end)[:, None] & is_channel[None, :]
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for tap in tl.static_range(KEPT + 1):
-        at = t - KEPT + tap
-        is_kept = (at < begin)[:, None]
-        now = tl.load(x + at[:, None] * CHANNELS + c[None, :], mask=is_there & ~is_kept, other=0.0)
-        place = (read * KEPT + KEPT + at - begin)[:, None] * CHANNELS + c[None, :]
-        before = tl.load(tails + place, mask=is_there & is_kept & (read >= 0), other=0.0)
-        weight = tl.load(taps + tap * CHANNELS + c, mask=is_channel, other=0.0)
-        total += weight[None, :] * (now.to(tl.float32) + before)
-    if GATED:
-        total += tl.load(bias + c, mask=is_channel, other=0.0)[None, :]
-        factor = tl.load(gate + t[:, None] * gate_t + c[None, :], mask=is_there, other=0.0)
-        total *= factor.to(tl.float32)
-    else:
-        total *= tl.sigmoid(total)
-    place = out + t[:, None] * CHANNELS + c[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_there)
+    for start in range(own, tl.minimum(own + num_own, end), TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        is_there = (t < end)[:, None] & is_channel[None, :]
+        total = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for tap in tl.static_range(KEPT + 1):
+            at = t - KEPT + tap
+            is_kept = (at < begin)[:, None]
+            place = x + at[:, None] * CHANNELS + c[None, :]
+            now = tl.load(place, mask=is_there & ~is_kept, other=0.0)
+            place = tails + (read * KEPT + KEPT + at - begin)[:, None] * CHANNELS + c[None, :]
+            before = tl.load(place, mask=is_there & is_kept & (read >= 0), other=0.0)
+            weight = tl.load(taps + tap * CHANNELS + c, mask=is_channel, other=0.0)
+            total += weight[None, :] * (now.to(tl.float32) + before)
+        if GATED:
+            total += tl.load(bias + c, mask=is_channel, other=0.0)[None, :]
+            factor = tl.load(gate + t[:, None] * gate_t + c[None, :], mask=is_there, other=0.0)
+            total *= factor.to(tl.float32)
+        else:
+            total *= tl.sigmoid(total)
+        place = out + t[:, None] * CHANNELS + c[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), mask=is_there)
 
 
 @jit("begin_X", "end_X", "read_X", "write_X", "first_S1")
@@ -107,10 +110,12 @@ def convolve(
     kept = len(taps_WC) - 1
     bias_C, gate_TC = (taps_WC, out_TC) if gate is None else gate
     blocks = triton.cdiv(num_channels, _CHANNELS)
-    grid = parts.num_sequences, triton.cdiv(parts.most_tokens, _TOKENS), blocks
+    num_own = _TOKENS if parts.most_tokens <= _TOKENS else _SHARE
+    grid = parts.num_sequences, triton.cdiv(parts.most_tokens, num_own), blocks
     _convolve[grid](
         x_TC, taps_WC, tail_NLC, bias_C, gate_TC,
         parts.begin_X, parts.end_X, parts.read_X, parts.first_S1, out_TC, gate_TC.stride(0),
+        num_own,
         CHANNELS=num_channels, KEPT=kept, TOKENS=_TOKENS, BLOCK=_CHANNELS, GATED=gate is not None,
     )  # fmt: skip
     _keep[parts.num_sequences, blocks](

@@ -6,7 +6,7 @@ On a GPU where there is one, else by Triton's interpreter.
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -95,6 +95,33 @@ def test_the_delta_rule_is_the_formula_within_rounding(kind: str) -> None:
     assert torch.allclose(got.double(), expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_convolution_is_its_formula(dtype: torch.dtype) -> None:
+    """A long prompt, which is divided, between a decode behind a slot and a short prompt."""
+    num_channels, lens = 40, (1, 300, 17)
+    torch.manual_seed(0)
+    joined = torch.randn(sum(lens), 3 * num_channels).to(DEVICE, dtype)
+    taps, bias = torch.randn(3, num_channels).to(DEVICE), torch.randn(num_channels).to(DEVICE)
+    store = DeviceStates({0: StateShape(2, num_channels)}, 3, DEVICE)
+    tail = store.layer(0).tail_NLC
+    before = tail[0].normal_().clone()
+    ends = [0, *accumulate(lens)]
+    sequences: list[Parts] = [
+        [(begin, end, -1 if slot else 0, slot)] for slot, (begin, end) in enumerate(pairwise(ends))
+    ]
+    got = run(GpuStates().shift(joined, (taps, bias)), sequences, store)
+    first, second, value = joined.chunk(3, dim=-1)
+    inputs = (first * value).double()
+    for slot, (begin, end) in enumerate(pairwise(ends)):
+        kept = torch.zeros_like(before) if slot else before
+        row = torch.cat([kept.double(), inputs[begin:end]])
+        sums = sum(taps[tap].double() * row[tap : tap + end - begin] for tap in range(3))
+        expected = second[begin:end].double() * (sums + bias.double())
+        bound = 1e-5 if dtype == torch.float32 else 2**-6
+        assert torch.allclose(got[begin:end].double(), expected.cpu(), rtol=bound, atol=bound)
+        assert torch.equal(tail[slot].double(), row[-2:])
+
+
 @pytest.mark.costly
 def test_parts_and_other_sequences_change_no_bit() -> None:
     """Chunks of one sequence between others, some of two parts, over slots in turn."""
@@ -115,6 +142,7 @@ def test_parts_and_other_sequences_change_no_bit() -> None:
         read = write
 
 
+@pytest.mark.costly
 def test_a_kept_slot_has_the_states_of_its_part() -> None:
     """A step that begins there has the bits of one that computes all."""
     given = tokens_of("random")
