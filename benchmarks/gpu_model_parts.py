@@ -17,6 +17,7 @@ from benchmarks.gpu_served_parts import (
     few_bits,
     memory,
     profile,
+    queued,
     sampling,
     windows,
 )
@@ -225,6 +226,7 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "growth": growth,
     "windows": windows,
     "few_bits": few_bits,
+    "queued": queued,
     "profile": profile,
     "memory": memory,
     "server": server,

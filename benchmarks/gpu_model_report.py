@@ -90,6 +90,12 @@ _FEW_BITS: tuple[Column, ...] = (
     *_STEPS,
     ("s to the last first token", lambda row: f"{row['first_token_s']:.4g}"),
 )
+_QUEUED: tuple[Column, ...] = (
+    ("decodes", lambda row: str(row["decodes"])),
+    ("tokens of the prompt", lambda row: f"{row['tokens']:,}"),
+    ("ms to queue the step", lambda row: _ms(row["queueing_s"])),
+    ("ms until it has run", lambda row: _ms(row["step_s"])),
+)
 _MEMORY: tuple[Column, ...] = (
     ("GiB, told before", lambda row: f"{row['told_bytes'] / 2**30:.2f}"),
     ("peak", lambda row: f"{row['peak_bytes'] / 2**30:.2f}"),
@@ -168,6 +174,7 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
             ),
             _FEW_BITS,
         ),
+        ("A step that is not captured", _of(rows, "queued"), _QUEUED),
         ("Memory", _of(rows, "memory"), _MEMORY),
         ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),
         ("What rotating at the read costs", _rotation_rows(rows), _ROTATION),

@@ -4,8 +4,14 @@ They measure bursts of prompts, prompts that arrive among answers, settings of s
 windows, the kernels of a step, and the memory that a step takes.
 """
 
+import cProfile
+import io
+import pstats
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,10 +21,13 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
 from benchmarks.gpu_engine import measured
 from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
+from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.transfer import wait_for
 
 _SHARE = 0.9  # of the device's memory, as a server has by default
 _DRAFT_TOKENS = 7  # of a sequence in a step
@@ -168,6 +177,41 @@ def few_bits(bench: Bench) -> Iterator[Row]:
                     yield {
                         **row, "round": number, "first_token_s": first_s, **served.summary(count)
                     }  # fmt: skip
+
+
+def queued(bench: Bench) -> Iterator[Row]:
+    """Measure a step that is not captured: a prompt beside decodes, queued kernel by kernel.
+
+    A table of the host's functions, by Python's profiler, goes to a file of its own.
+    """
+    sizes = bench.sizes
+    num_decodes = min(8, max(sizes.batches))
+    config = sizes.config(sizes.chunk_len, num_decodes + 1, records=False)
+    profiles = [tier.profile for tier in bench.deployment.own_tiers]
+    runner = build_runner(bench.checkpoint, config, profiles)
+    table_id, pages = runner.table_id(profiles[0]), range(config.num_pages)
+    prompt_len = sizes.prompt_len
+    span = partial(Span, pages=pages, table_id=table_id)
+    decode = span([0], prompt_len, logit_rows=range(1))
+    prompt = span([0] * prompt_len, 0, logit_rows=range(prompt_len - 1, prompt_len))
+    spans = [*[decode] * num_decodes, prompt]
+    times = []
+    for _ in range(sizes.repeats + 2):
+        begin = time.perf_counter()
+        runner.run(spans)
+        launched = time.perf_counter()
+        wait_for(bench.device)
+        times.append((launched - begin, time.perf_counter() - begin))
+    host_s, step_s = (median(each) for each in zip(*times[min(2, sizes.repeats) :], strict=True))
+    profiler, text = cProfile.Profile(), io.StringIO()
+    for _ in range(10):
+        profiler.runcall(runner.run, spans)
+        wait_for(bench.device)
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(60)
+    path = bench.folder / "queued.txt"
+    path.write_text(text.getvalue(), encoding="utf-8")
+    row = {"part": "queued", "decodes": num_decodes, "tokens": prompt_len}
+    yield {**row, "queueing_s": host_s, "step_s": step_s, "file": path.name}
 
 
 def profile(bench: Bench) -> Iterator[Row]:

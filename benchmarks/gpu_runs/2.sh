@@ -3,7 +3,7 @@
 say prefill 110 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts prefill --seconds 80 --out "$RESULTS/prefill"
 say served 150 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
-    --parts bursts,arrivals,sampling,profile --seconds 120 --out "$RESULTS/served"
+    --parts bursts,arrivals,sampling,queued,profile --seconds 120 --out "$RESULTS/served"
 say growth 80 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts growth,windows --seconds 60 --out "$RESULTS/growth"
 say drafts 60 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
