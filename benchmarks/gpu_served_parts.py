@@ -8,7 +8,7 @@ import cProfile
 import io
 import pstats
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
@@ -19,7 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
-from benchmarks.gpu_engine import measured
+from benchmarks.gpu_engine import Measured, measured
 from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
@@ -142,16 +142,22 @@ def windows(bench: Bench) -> Iterator[Row]:
     deployment = deployment_of(checkpoint, sizes)
     config = sizes.config(sizes.chunk_len, max(count for _, count in sizes.steps))
     with measured(checkpoint, deployment, config) as engine:
-        for context, count in sizes.steps:
-            for number in range(2):  # the first may compile
-                if not bench.has_time():
-                    yield left_out(f"windows, {count} at {context}", "no time was left")
-                    break
-                prompts = bench.prompts.of(context - sizes.num_steps, count)
-                served = engine.serve(prompts, sizes.num_steps + 1)
-                row = {"part": "windows", "context": context, "sequences": count}
-                first_s = served.first_token_s
-                yield {**row, "round": number, "first_token_s": first_s, **served.summary(count)}
+        yield from _steps(bench, engine, sizes.steps, {"part": "windows"})
+
+
+def _steps(
+    bench: Bench, engine: Measured, steps: Sequence[tuple[int, int]], told: Row
+) -> Iterator[Row]:
+    """Yield the times of steps, and of first tokens, by (context, sequences); `told`: in each."""
+    num_steps, what = bench.sizes.num_steps, ", ".join(told.values())
+    for context, count in steps:
+        for number in range(2):  # the first may compile
+            if not bench.has_time():
+                yield left_out(f"{what}, {count} at {context}", "no time was left")
+                break
+            served = engine.serve(bench.prompts.of(context - num_steps, count), num_steps + 1)
+            row = {**told, "context": context, "sequences": count, "round": number}
+            yield {**row, "first_token_s": served.first_token_s, **served.summary(count)}
 
 
 def few_bits(bench: Bench) -> Iterator[Row]:
@@ -165,18 +171,7 @@ def few_bits(bench: Bench) -> Iterator[Row]:
     for kind in ("auto", *FORMATS):
         with ExitStack() as stack:
             engine = bench.engine(stack, most, kv_cache_dtype=kind)
-            for context, count in steps:
-                for number in range(2):  # the first may compile
-                    if not bench.has_time():
-                        yield left_out(f"{kind}, {count} at {context}", "no time was left")
-                        break
-                    prompts = bench.prompts.of(context - sizes.num_steps, count)
-                    served = engine.serve(prompts, sizes.num_steps + 1)
-                    row = {"part": "few_bits", "context": context, "sequences": count, "kind": kind}
-                    first_s = served.first_token_s
-                    yield {
-                        **row, "round": number, "first_token_s": first_s, **served.summary(count)
-                    }  # fmt: skip
+            yield from _steps(bench, engine, steps, {"part": "few_bits", "kind": kind})
 
 
 def queued(bench: Bench) -> Iterator[Row]:
@@ -202,7 +197,7 @@ def queued(bench: Bench) -> Iterator[Row]:
         launched = time.perf_counter()
         wait_for(bench.device)
         times.append((launched - begin, time.perf_counter() - begin))
-    host_s, step_s = (median(each) for each in zip(*times[min(2, sizes.repeats) :], strict=True))
+    host_s, step_s = (median(each) for each in zip(*times[2:], strict=True))
     profiler, text = cProfile.Profile(), io.StringIO()
     for _ in range(10):
         profiler.runcall(runner.run, spans)

@@ -143,6 +143,7 @@ class DecodeGraphs:
         spare_open: int = 0,
     ) -> None:
         self._num_groups = num_groups
+        self._has_states = has_states
         slots = _FIELDS + num_groups
         self._slots = slice(slots, slots + 2 * has_states)  # the rows of slots to read and write
         self._with_own = with_own
@@ -229,8 +230,8 @@ class DecodeGraphs:
         columns_S *= self._num_groups
         for group in range(self._num_groups):
             numbers_FS[_FIELDS + group] = pages_SN[np.arange(size), columns_S + group]
-        slots_2S = numbers_FS[self._slots]
-        if len(slots_2S):
+        if self._has_states:
+            slots_2S = numbers_FS[self._slots]
             slots_2S[:] = NO_SLOT
             slots_2S[:, :num_there] = state_parts((0, span.states) for span in spans)[:, 2:].T
         if self._with_own is not None:
@@ -253,7 +254,7 @@ class DecodeGraphs:
         numbers_FS[self._slots] = NO_SLOT
         place_S = torch.arange(size + 1, device=device)
         parts = None
-        if self._slots.stop > self._slots.start:
+        if self._has_states:
             read_S, write_S = numbers_FS[self._slots]
             parts = DeviceParts(place_S[:size], place_S[1:], read_S, write_S, place_S, 1)
         batch = Batch(

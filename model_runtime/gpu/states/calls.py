@@ -5,7 +5,7 @@ H = value heads, W = taps, N = slots, L = inputs that a slot keeps, K and D = di
 and of a value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import StateCall
 from ropewalk.model_runtime.attention.state_store import DeviceParts, device_parts
-from ropewalk.model_runtime.gpu.states.convolution import convolve, new_rows, taps_of
+from ropewalk.model_runtime.gpu.states.convolution import convolve, new_rows
 from ropewalk.model_runtime.gpu.states.delta_rule import delta_rule, norm_and_gate
+from ropewalk.model_runtime.layers.states.convolutions import taps_of
+from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.state_shape import StateShape
 
 
@@ -65,29 +67,27 @@ class _DeltaWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _DeltaCall:
-    x_TC: Tensor
-    gate_TV: Tensor
-    beta_TH: Tensor
-    step_TH: Tensor
+    products: DeltaProducts
     weights: _DeltaWeights
     num_key_heads: int
 
     def zeros(self) -> Tensor:
         """Return zeros in the shape of the result, [1, T, V]."""
-        return torch.zeros_like(self.gate_TV)[None]
+        return torch.zeros_like(self.products.gate_TV)[None]
 
     def advance(self, states: SlotTensors, parts: DeviceParts) -> Tensor:
         """Return what the output's linear reads, [1, T, V]."""
+        x_TC, gate_TV, beta_TH, step_TH = self.products
         taps_WC, *rates, norm_D, eps = self.weights
-        mixed_TC = new_rows(self.x_TC, self.x_TC.shape[1], torch.float32)
-        convolve(self.x_TC, taps_WC, states.tail_NLC, parts, mixed_TC)
-        out_TV = new_rows(self.x_TC, self.gate_TV.shape[1], torch.float32)
+        mixed_TC = new_rows(x_TC, x_TC.shape[1], torch.float32)
+        convolve(x_TC, taps_WC, states.tail_NLC, parts, mixed_TC)
+        out_TV = new_rows(x_TC, gate_TV.shape[1], torch.float32)
         delta_rule(
-            mixed_TC, self.beta_TH, self.step_TH, (rates[0], rates[1]), states.state_NHKD, parts,
+            mixed_TC, beta_TH, step_TH, (rates[0], rates[1]), states.state_NHKD, parts,
             self.num_key_heads, out_TV,
         )  # fmt: skip
-        result_TV = torch.empty_like(self.gate_TV)
-        norm_and_gate(out_TV, self.gate_TV, norm_D, eps, result_TV)
+        result_TV = torch.empty_like(gate_TV)
+        norm_and_gate(out_TV, gate_TV, norm_D, eps, result_TV)
         return result_TV[None]
 
 
@@ -125,7 +125,7 @@ class GpuStates:
     def delta_weights(self, module: Any) -> _DeltaWeights:
         """Return the numbers of a Gated DeltaNet module that are not products."""
         return _DeltaWeights(
-            taps_of(module.conv1d.weight),
+            taps_of(module.conv1d),
             -module.A_log.detach().float().exp(),
             module.dt_bias.detach().float(),
             module.norm.weight.detach().float(),
@@ -133,15 +133,14 @@ class GpuStates:
         )
 
     def delta(
-        self, inputs: Sequence[Tensor], weights: _DeltaWeights, num_key_heads: int
+        self, products: DeltaProducts, weights: _DeltaWeights, num_key_heads: int
     ) -> StateCall:
-        """Return the call of a layer; `inputs` are contiguous (state_kernels.py)."""
-        x_TC, gate_TV, beta_TH, step_TH = inputs
-        return _DeltaCall(x_TC, gate_TV, beta_TH, step_TH, weights, num_key_heads)
+        """Return the call of a layer."""
+        return _DeltaCall(products, weights, num_key_heads)
 
     def shift_weights(self, convolution: nn.Conv1d) -> tuple[Tensor, Tensor]:
         """Return taps and bias of a short convolution."""
-        bias, taps_WC = convolution.bias, taps_of(convolution.weight)
+        bias, taps_WC = convolution.bias, taps_of(convolution)
         if bias is None:
             return taps_WC, taps_WC.new_zeros(taps_WC.shape[1])
         return taps_WC, bias.detach().float()

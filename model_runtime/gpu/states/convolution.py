@@ -124,11 +124,6 @@ def convolve(
     )  # fmt: skip
 
 
-def taps_of(weight_C1W: Tensor) -> Tensor:
-    """Return the weight of a convolution of each channel as [W, C] in float32."""
-    return weight_C1W.detach()[:, 0].float().t().contiguous()
-
-
 def new_rows(like_TX: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
     """Return memory for a row of each token."""
     return torch.empty(len(like_TX), num_columns, dtype=dtype, device=like_TX.device)

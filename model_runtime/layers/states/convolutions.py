@@ -20,6 +20,11 @@ def is_causal(convolution: Any, num_channels: int, width: int) -> bool:
     )
 
 
+def taps_of(convolution: nn.Conv1d) -> Tensor:
+    """Return the weights of a convolution of each channel, [taps, channels], as a float32 copy."""
+    return convolution.weight.detach()[:, 0].float().t().contiguous()
+
+
 class Kept(Generic[Made]):
     """Something made from some weights, until they are others.
 

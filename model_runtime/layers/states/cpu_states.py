@@ -26,6 +26,8 @@ from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolut
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import DeltaWeights, gated_delta
 from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for
+from ropewalk.model_runtime.layers.states.convolutions import taps_of
+from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.state_shape import StateShape
 
 _NUMBERS_PER_SHARE = 1 << 15  # with fewer, a thread costs more time than it saves
@@ -33,26 +35,17 @@ _NUMBERS_PER_SHARE = 1 << 15  # with fewer, a thread costs more time than it sav
 
 @dataclass(frozen=True, slots=True)
 class _DeltaCall:
-    x_TC: Tensor
-    gate_TV: Tensor
-    beta_TH: Tensor
-    step_TH: Tensor
+    inputs: DeltaProducts
     weights: DeltaWeights
     num_key_heads: int
 
     def zeros(self) -> Tensor:
         """Return zeros in the shape of the result, [1, T, V]."""
-        return torch.zeros_like(self.gate_TV)[None]
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, the gate, beta and the step."""
-        return self.x_TC, self.gate_TV, self.beta_TH, self.step_TH
+        return torch.zeros_like(self.inputs.gate_TV)[None]
 
     def of(self, inputs: Sequence[Tensor]) -> "_DeltaCall":
         """Return the call with other inputs."""
-        x_TC, gate_TV, beta_TH, step_TH = inputs
-        return _DeltaCall(x_TC, gate_TV, beta_TH, step_TH, self.weights, self.num_key_heads)
+        return _DeltaCall(DeltaProducts(*inputs), self.weights, self.num_key_heads)
 
     def operation(self) -> StateOperation:
         """Return the operation for the one call of a step."""
@@ -81,17 +74,18 @@ class _DeltaCall:
 
     def advance(self, states: LayerStates, parts_X4: NDArray[np.int64]) -> Tensor:
         """Return what the output's linear reads, [1, T, V]."""
+        x_TC, gate_TV, beta_TH, step_TH = self.inputs
         inputs = (
-            as_numpy(self.x_TC),
+            as_numpy(x_TC),
             0,
-            as_numpy(self.gate_TV),
+            as_numpy(gate_TV),
             0,
-            self.beta_TH.float().numpy(),
-            self.step_TH.float().numpy(),
+            beta_TH.float().numpy(),
+            step_TH.float().numpy(),
         )
-        out_TV = np.empty(self.gate_TV.shape, inputs[0].dtype)
+        out_TV = np.empty(gate_TV.shape, inputs[0].dtype)
         weights: Any = tuple(self.weights)  # plain, as the kernel takes them
-        work = len(self.x_TC) * states.state_NHKD[0].size
+        work = len(x_TC) * states.state_NHKD[0].size
         parallel_for(
             lambda share: gated_delta(
                 share, self.num_key_heads, parts_X4, inputs, weights, *states, out_TV
@@ -100,7 +94,7 @@ class _DeltaCall:
                 self.num_key_heads, 1, min(torch.get_num_threads(), work // _NUMBERS_PER_SHARE)
             ),
         )
-        return as_tensor(out_TV, self.gate_TV.dtype)[None]
+        return as_tensor(out_TV, gate_TV.dtype)[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +169,7 @@ class CpuStates:
     def delta_weights(self, module: Any) -> DeltaWeights:
         """Return the numbers of a Gated DeltaNet module that are not products."""
         return DeltaWeights(
-            _taps_of(module.conv1d),
+            taps_of(module.conv1d).numpy(),
             # In float32, as the module does, so that large numbers end alike.
             -module.A_log.detach().float().exp().double().numpy(),
             module.dt_bias.detach().double().numpy().copy(),
@@ -184,25 +178,18 @@ class CpuStates:
         )
 
     def delta(
-        self, inputs: Sequence[Tensor], weights: DeltaWeights, num_key_heads: int
+        self, products: DeltaProducts, weights: DeltaWeights, num_key_heads: int
     ) -> CpuStateCall:
-        """Return the call of a layer; `inputs` are contiguous (state_kernels.py)."""
-        x_TC, gate_TV, beta_TH, step_TH = inputs
-        return _DeltaCall(x_TC, gate_TV, beta_TH, step_TH, weights, num_key_heads)
+        """Return the call of a layer."""
+        return _DeltaCall(products, weights, num_key_heads)
 
     def shift_weights(self, convolution: nn.Conv1d) -> tuple[Floats, Floats]:
         """Return taps and bias of a short convolution."""
         bias_C = np.zeros(convolution.out_channels, np.float32)
         if convolution.bias is not None:
             bias_C = convolution.bias.detach().float().numpy().copy()
-        return _taps_of(convolution), bias_C
+        return taps_of(convolution).numpy(), bias_C
 
     def shift(self, joined_TC: Tensor, weights: tuple[Floats, Floats]) -> CpuStateCall:
         """Return the call of a layer; `joined_TC` is contiguous."""
         return _ShiftCall(joined_TC, *weights)
-
-
-def _taps_of(convolution: nn.Conv1d) -> Floats:
-    """Return the weights [W, C] in float32."""
-    weight_CW = convolution.weight.detach()[:, 0].float()
-    return np.ascontiguousarray(weight_CW.t().numpy())

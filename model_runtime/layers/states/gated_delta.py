@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import STEP, StateStep, StepMissingError
 from ropewalk.model_runtime.layers.states.convolutions import Kept, is_causal
-from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
+from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts, StateKernels
 from ropewalk.model_runtime.state_shape import StateShape
 
 _SPLIT = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}  # qwen3_5
@@ -59,7 +59,7 @@ class GatedDelta:
         step: StateStep | None = named.get(STEP)
         if step is None:
             raise StepMissingError(self.module)
-        products = [each.contiguous() for each in self._products(hidden_states)]
+        products = DeltaProducts(*(each.contiguous() for each in self._products(hidden_states)))
         call = self._kernels.delta(products, self._weights(), self._num_key_heads)
         output: Tensor = self.module.out_proj(step.advance(self.module.layer_idx, call))
         return output

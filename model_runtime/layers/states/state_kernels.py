@@ -4,14 +4,23 @@ Shapes: T = flat tokens, C = channels of the convolution, V = value heads beside
 H = value heads.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import SlotStore, StateCall
 from ropewalk.model_runtime.state_shape import StateShape
+
+
+class DeltaProducts(NamedTuple):
+    """The results of a Gated DeltaNet layer's products, contiguous."""
+
+    x_TC: Tensor  # queries, keys and values before the convolution
+    gate_TV: Tensor
+    beta_TH: Tensor  # before the sigmoid
+    step_TH: Tensor  # before bias and softplus
 
 
 class StateKernels(Protocol):
@@ -29,12 +38,8 @@ class StateKernels(Protocol):
     def delta_weights(self, module: Any) -> Any:
         """Return what the kernels need of a Gated DeltaNet module besides its linears."""
 
-    def delta(self, inputs: Sequence[Tensor], weights: Any, num_key_heads: int) -> StateCall:
-        """Return the call of a Gated DeltaNet layer.
-
-        `inputs`: contiguous; queries, keys and values before the convolution [T, C], the gate
-        [T, V], beta before its sigmoid [T, H], and the step before bias and softplus [T, H].
-        """
+    def delta(self, products: DeltaProducts, weights: Any, num_key_heads: int) -> StateCall:
+        """Return the call of a Gated DeltaNet layer."""
 
     def shift_weights(self, convolution: nn.Conv1d) -> Any:
         """Return what the kernels need of a short convolution."""

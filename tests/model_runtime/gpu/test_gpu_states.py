@@ -24,6 +24,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine, draft_tokens
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu.states.calls import DeviceStates, GpuStates, _DeltaWeights
+from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.loading import checkpoint as loading
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner import backends
@@ -54,7 +55,7 @@ def call_of(given: Case, dtype: torch.dtype = torch.float32) -> StateCall:
     """The call of a layer for a case's tokens."""
     inputs, weights = given.inputs, given.weights
     numbers = [inputs.x_TY, inputs.gate_TY, inputs.beta_TH, inputs.step_TH]
-    tensors = [torch.from_numpy(each).to(DEVICE, dtype) for each in numbers]
+    tensors = DeltaProducts(*(torch.from_numpy(each).to(DEVICE, dtype) for each in numbers))
     of_layer = [weights.taps_WC, weights.rate_H, weights.step_bias_H, weights.norm_D]
     made = [torch.from_numpy(each.astype(np.float32)).to(DEVICE) for each in of_layer]
     return GpuStates().delta(tensors, _DeltaWeights(*made, float(weights.eps)), given.num_key_heads)
