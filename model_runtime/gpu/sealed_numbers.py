@@ -48,26 +48,24 @@ class Records:
 
 
 @triton.jit
-def _widened(
-    record, at, shift, lows, steps, mask, BITS: tl.constexpr, WHOLE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return code * step + lowest number, float32; four bits are those from `shift` on.
-
-    MASKED: the mask is also that of the lowest numbers and the steps, which may be fewer.
-    """
+def _codes(record, at, shift, mask, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """Return codes as float32; four bits are those from `shift` on."""
     if WHOLE:
         code = tl.load(record + at).to(tl.int32)
     else:
         code = tl.load(record + at, mask=mask, other=0).to(tl.int32)
     if BITS == 4:
         code = (code >> shift) & 15
-    if MASKED and not WHOLE:
-        low = tl.load(lows, mask=mask, other=0.0).to(tl.float32)
-        step = tl.load(steps, mask=mask, other=0.0).to(tl.float32)
-    else:
-        low, step = tl.load(lows).to(tl.float32), tl.load(steps).to(tl.float32)
-    return code.to(tl.float32) * step + low
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _parameters(lows, steps, mask, WHOLE: tl.constexpr):
+    """Return lowest numbers and steps, float32."""
+    if WHOLE:
+        return tl.load(lows).to(tl.float32), tl.load(steps).to(tl.float32)
+    low = tl.load(lows, mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(steps, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -79,11 +77,16 @@ def sealed_keys(
     """Return the keys at these offsets [T, 1] in these dimensions [1, D], before rotation."""
     LENGTH: tl.constexpr = PAGE * KEY_BITS // 8  # bytes of a channel
     LOWS: tl.constexpr = (DIM * LENGTH + PAGE * VALUES * VALUE_BITS // 8) // 2
+    ROWS: tl.constexpr = 2 * DIM if KEY_BITS == 4 else DIM
+    at, shift = d * LENGTH + offset % LENGTH, offset // LENGTH * 4
+    code = _codes(record, at, shift, mask, KEY_BITS, WHOLE)
     lows = halves + (LOWS + d)
-    return _widened(
-        record, d * LENGTH + offset % LENGTH, offset // LENGTH * 4, lows, lows + DIM, mask,
-        KEY_BITS, WHOLE, MASKED=True,
-    )  # fmt: skip
+    low, step = _parameters(lows, lows + ROWS, mask, WHOLE)
+    if KEY_BITS == 4:  # two loads of a row and a choice are less than a load for each offset
+        upper_low, upper_step = _parameters(lows + DIM, lows + (ROWS + DIM), mask, WHOLE)
+        low = tl.where(offset >= LENGTH, upper_low, low)
+        step = tl.where(offset >= LENGTH, upper_step, step)
+    return code * step + low
 
 
 @triton.jit
@@ -96,13 +99,14 @@ def sealed_values(
     SIZE: tl.constexpr = VALUES // GROUPS  # dimensions that share a step
     LENGTH: tl.constexpr = SIZE * VALUE_BITS // 8
     FIRST: tl.constexpr = DIM * PAGE * KEY_BITS // 8
-    LOWS: tl.constexpr = (FIRST + PAGE * VALUES * VALUE_BITS // 8) // 2 + 2 * DIM
+    KEYS: tl.constexpr = 4 * DIM if KEY_BITS == 4 else 2 * DIM  # parameters of keys
+    LOWS: tl.constexpr = (FIRST + PAGE * VALUES * VALUE_BITS // 8) // 2 + KEYS
     line, inside = offset, v
     if GROUPS > 1:
         line, inside = offset * GROUPS + v // SIZE, v % SIZE
     at = FIRST + line * LENGTH + inside % LENGTH
     lows = halves + (LOWS + line)
-    return _widened(
-        record, at, inside // LENGTH * 4, lows, lows + PAGE * GROUPS, mask, VALUE_BITS, WHOLE,
-        GROUPS > 1,
-    )  # fmt: skip
+    code = _codes(record, at, inside // LENGTH * 4, mask, VALUE_BITS, WHOLE)
+    # One group is that of all dimensions, so the mask of dimensions is not that of parameters.
+    low, step = _parameters(lows, lows + PAGE * GROUPS, mask, WHOLE or GROUPS == 1)
+    return code * step + low

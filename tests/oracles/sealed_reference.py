@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of keys and values
-SMALL_GROUPS = {"k8v4": 8}  # dimensions of a value that share a step; tiny models have 16
+SMALL_GROUPS = {
+    "k8v4": 8,
+    "int4": 8,
+}  # dimensions of a value that share a step; tiny models have 16
 _NAME = "sealed_reference"
 
 
@@ -47,16 +50,22 @@ def sealed(rows_RL: Tensor, bits: int) -> Tensor:
 def sealed_pages(
     numbers_CKX: Tensor, page_size: int, bits: int, *, by_channel: bool, group: int | None = None
 ) -> Tensor:
-    """Keys (by channel of a page) or values (by token or group) of whole pages, sealed; float64."""
+    """Keys (by channel of a page) or values (by token or group) of whole pages, sealed; float64.
+
+    Each half of a channel in four bits has its own lowest number and step.
+    """
     num_tokens, num_heads, dim = numbers_CKX.shape
     out = numbers_CKX.double().clone()
     for first in range(0, num_tokens - num_tokens % page_size, page_size):
         page = slice(first, first + page_size)
         for head in range(num_heads):
             rows = numbers_CKX[page, head]
-            rows = rows.T if by_channel else rows.reshape(-1, group or dim)
-            found = sealed(rows, bits)
-            out[page, head] = found.T if by_channel else found.view(page_size, dim)
+            if by_channel:
+                halves = rows.chunk(2 if bits == 4 else 1)
+                out[page, head] = torch.cat([sealed(half.T, bits).T for half in halves])
+            else:
+                found = sealed(rows.reshape(-1, group or dim), bits)
+                out[page, head] = found.view(page_size, dim)
     return out.view(num_tokens, num_heads, dim)
 
 
@@ -64,7 +73,12 @@ def record(keys_DO: NDArray[Any], values_XV: NDArray[Any], kind: str) -> bytes:
     """The record of one page and head."""
     parts, parameters = [], []
     for rows, bits in zip((keys_DO, values_XV), BITS[kind], strict=True):
-        code, low, step = codes(rows, bits)
+        if rows is keys_DO and bits == 4:
+            both = [codes(half, bits) for half in np.split(rows, 2, 1)]
+            code = np.hstack([each[0] for each in both])
+            low, step = (np.hstack([each[at] for each in both]) for at in (1, 2))
+        else:
+            code, low, step = codes(rows, bits)
         if bits == 4:
             half = code.shape[1] // 2
             code = code[:, :half] | (code[:, half:] << 4)

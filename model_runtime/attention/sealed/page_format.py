@@ -11,7 +11,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import LayerShape
 
 _LINE = 64  # bytes in a cache line; a record is a whole number of them
-_PARAMETER_BYTES = 4  # of a channel, or of a row of values: a lowest number and a step
+_PARAMETER_BYTES = 4  # of a row of keys or values: a lowest number and a step
+_FOUR_BITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class PageFormat:
         """Return the steps of a token's value: one if its dimensions are no whole groups."""
         return 1 if self.group is None or value_dim % self.group else value_dim // self.group
 
+    def key_rows(self, key_dim: int) -> int:
+        """Return the steps of a page's keys: one a channel, one each half of it in four bits."""
+        return key_dim * (2 if self.key_bits == _FOUR_BITS else 1)
+
     def record_bytes(self, layer: LayerShape, page_size: int) -> int:
         """Return the bytes of one page of one key head."""
         return -(-self.parameter_bytes(layer, page_size)[1] // _LINE) * _LINE
@@ -35,7 +40,7 @@ class PageFormat:
         """Return where the parameters of a record begin and end; its codes are before them."""
         bits = layer.key_dim * self.key_bits + layer.value_dim * self.value_bits
         first = page_size * bits // 8
-        rows = layer.key_dim + page_size * self.value_groups(layer.value_dim)
+        rows = self.key_rows(layer.key_dim) + page_size * self.value_groups(layer.value_dim)
         return first, first + _PARAMETER_BYTES * rows
 
     def page_bytes(self, layers: Mapping[int, LayerShape], page_size: int) -> int:
@@ -59,7 +64,7 @@ FORMATS = {
     for each in (
         PageFormat("int8", 8, 8),
         PageFormat("k8v4", 8, 4, group=32),
-        PageFormat("int4", 4, 4),
+        PageFormat("int4", 4, 4, group=64),
     )
 }
 EXACT = "auto"  # numbers of the served dtype, as they were written

@@ -105,13 +105,20 @@ def record(numbers_E: NDArray[np.float32], sides: tuple[int, ...]) -> bytes:
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     keys_CL = numbers_E[: dim * page_size].reshape(dim, page_size)
     values_CL = numbers_E[dim * page_size :].reshape(-1, value_dim // groups)
-    keys, values = _sealed(keys_CL, key_bits), _sealed(values_CL, value_bits)
+    keys = _sealed(keys_CL, key_bits, _key_parts(key_bits))
+    values = _sealed(values_CL, value_bits, 1)
     return b"".join((keys[0], values[0], *keys[1:], *values[1:]))
 
 
-def _sealed(rows_CL: NDArray[np.float32], bits: int) -> tuple[bytes, bytes, bytes]:
-    """Return the codes of rows, their lowest numbers and their steps."""
-    most = np.float32(2**bits - 1)
+def _key_parts(key_bits: int) -> int:
+    """Return how many parts of a channel have a lowest number and a step of their own."""
+    return 2 if key_bits == _FOUR_BITS else 1
+
+
+def _sealed(rows_CL: NDArray[np.float32], bits: int, num_parts: int) -> tuple[bytes, bytes, bytes]:
+    """Return the codes of rows, and the lowest numbers and steps of all their parts."""
+    most, num_rows = np.float32(2**bits - 1), len(rows_CL)
+    rows_CL = np.concatenate(np.split(rows_CL, num_parts, 1))  # all first parts, then the next
     is_finite_C = np.asarray(np.isfinite(rows_CL).all(1))
     rows_CL = np.where(is_finite_C[:, None], rows_CL, np.float32(0))
     exact_C = rows_CL.min(1).clip(-_MOST, _MOST)
@@ -123,6 +130,7 @@ def _sealed(rows_CL: NDArray[np.float32], bits: int) -> tuple[bytes, bytes, byte
     steps_C = ((rows_CL.max(1) - low_C1[:, 0]) / most).clip(_LEAST_STEP, _MOST).astype(np.float16)
     inverse_C1 = (np.float32(1) / steps_C.astype(np.float32))[:, None]
     code_CL = np.rint((rows_CL - low_C1) * inverse_C1).clip(0, most).astype(np.uint8)
+    code_CL = np.concatenate(np.split(code_CL, len(code_CL) // num_rows), 1)
     if bits == _FOUR_BITS:
         half = code_CL.shape[1] // 2
         code_CL = code_CL[:, :half] | (code_CL[:, half:] << 4)
@@ -133,19 +141,25 @@ def _sealed(rows_CL: NDArray[np.float32], bits: int) -> tuple[bytes, bytes, byte
 def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the keys [N, K, D, O] and values [N, K, O, V] of sealed pages, float32."""
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
-    rows = (dim, page_size, key_bits), (page_size * groups, value_dim // groups, value_bits)
-    at = sum(num * length * bits // 8 for num, length, bits in rows)
+    rows = (
+        (dim, page_size, key_bits, _key_parts(key_bits)),
+        (page_size * groups, value_dim // groups, value_bits, 1),
+    )
+    at = sum(num * length * bits // 8 for num, length, bits, _ in rows)
     found: list[Tensor] = []
     codes_at, places = 0, records_NKR.shape[:2]
-    for num, length, bits in rows:
+    for num, length, bits, num_parts in rows:
         size = num * length * bits // 8
         code_NKCL = records_NKR[..., codes_at : codes_at + size].view(*places, num, size // num)
         if bits == _FOUR_BITS:
             code_NKCL = torch.cat((code_NKCL & 15, code_NKCL >> 4), -1)
-        halves = records_NKR[..., at : at + 4 * num].contiguous().view(torch.float16).double()
-        low_NKC, step_NKC = halves[..., :num], halves[..., num:]
-        exact_NKCL = code_NKCL.double() * step_NKC[..., None] + low_NKC[..., None]
-        found.append(exact_NKCL.float())  # rounded once
-        codes_at, at = codes_at + size, at + 4 * num
+        after = at + 4 * num * num_parts
+        halves = records_NKR[..., at:after].contiguous().view(torch.float16).double()
+        parameters = halves.view(*places, 2, num_parts, num).repeat_interleave(
+            length // num_parts, 3
+        )
+        low_NKCL, step_NKCL = parameters.mT.unbind(2)
+        found.append((code_NKCL.double() * step_NKCL + low_NKCL).float())  # rounded once
+        codes_at, at = codes_at + size, after
     keys_NKDO, values_NKCL = found
     return keys_NKDO, values_NKCL.view(*places, page_size, value_dim)

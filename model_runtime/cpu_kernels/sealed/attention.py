@@ -40,6 +40,7 @@ from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.sealed.records import (
     SealedPages,
     Sides,
+    key_rows,
     record_bytes,
     turn_open,
     turn_sealed,
@@ -70,7 +71,7 @@ def _most_tokens(pages: SealedPages, position: int) -> int:
 @jit()
 def _room(pages: SealedPages, width_V: int) -> Any:
     sides = pages.sides
-    parameters = max(sides.dim, sides.page_size * sides.value_groups) + WIDTH
+    parameters = max(key_rows(sides), sides.page_size * sides.value_groups) + WIDTH
     values_OV = room(sides.page_size + 1, width_V, np.float32)
     return values_OV[: sides.page_size], np.empty(2 * parameters, np.float32)
 

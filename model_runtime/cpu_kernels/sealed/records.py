@@ -5,7 +5,8 @@ the values token by token, then the parameters as float16: the lowest number of 
 step, and both of each row of values. A row is a token, or one of its groups of dimensions. A number
 is code * step + lowest, rounded once to float32. In four bits a byte holds two codes: of offsets o
 and o + O/2 of a channel, or of the first and the second half of a row of values. So a load of
-neighbouring bytes makes two registers.
+neighbouring bytes makes two registers. Both halves of a channel have parameters then: those of all
+first halves, and behind them those of all second ones.
 
 An open page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
 head. `docs/kv-cache.md` has the rule that says which page is read in which form.
@@ -79,6 +80,12 @@ class SealedPages(NamedTuple):
 
 
 @jit(inline=True)
+def key_rows(sides: Sides) -> int:
+    """Return how many rows of keys have parameters: channels, or their halves in four bits."""
+    return 2 * sides.dim if sides.key_bits == _FOUR_BITS else sides.dim
+
+
+@jit(inline=True)
 def _value_codes(sides: Sides) -> int:
     """Return where the codes of values begin in a record."""
     return sides.dim * sides.page_size * sides.key_bits // 8
@@ -93,7 +100,7 @@ def _parameters(sides: Sides) -> int:
 @jit()
 def record_bytes(sides: Sides) -> int:
     """Return R, as `attention/sealed/page_format.py` does."""
-    parameters = 2 * _HALF_BYTES * (sides.dim + sides.page_size * sides.value_groups)
+    parameters = 2 * _HALF_BYTES * (key_rows(sides) + sides.page_size * sides.value_groups)
     return -(-(_parameters(sides) + parameters) // LINE) * LINE
 
 
@@ -166,7 +173,8 @@ def turn_sealed(
     `next_address` is 0 if no sealed page follows.
     """
     dim, page_size, bits = sides.dim, sides.page_size, sides.key_bits
-    steps = _load_parameters(address + _parameters(sides), dim, row_P)
+    steps = _load_parameters(address + _parameters(sides), key_rows(sides), row_P)
+    upper = key_rows(sides) - dim  # from the parameters of a first half to those of a second
     pairs = offsets.cos.shape[1]
     row_bytes, half = page_size * bits // 8, pairs * page_size
     num_lines = record_bytes(sides) // LINE
@@ -179,11 +187,12 @@ def turn_sealed(
             continue
         low, step = broadcast(row_P[d]), broadcast(row_P[steps + d])
         codes, at = address + d * row_bytes, d * page_size
+        low_2, step_2 = broadcast(row_P[upper + d]), broadcast(row_P[steps + upper + d])
         if d >= 2 * pairs:
             if bits == _FOUR_BITS:
                 for o in range(0, row_bytes, WIDTH):
                     store(keys_DO, at + o, fma(_lower_codes(codes + o), step, low))
-                    store(keys_DO, at + row_bytes + o, fma(_upper_codes(codes + o), step, low))
+                    store(keys_DO, at + row_bytes + o, fma(_upper_codes(codes + o), step_2, low_2))
             else:
                 for o in range(0, page_size, WIDTH):
                     store(keys_DO, at + o, fma(_byte_codes(codes + o), step, low))
@@ -191,14 +200,16 @@ def turn_sealed(
         other_low, other_step = broadcast(row_P[d + pairs]), broadcast(row_P[steps + d + pairs])
         others, table = codes + pairs * row_bytes, (table_id * pairs + d) * page_size
         if bits == _FOUR_BITS:
+            other = upper + d + pairs
+            other_low_2, other_step_2 = broadcast(row_P[other]), broadcast(row_P[steps + other])
             for o in range(0, row_bytes, WIDTH):
                 first, second = (
                     fma(_lower_codes(codes + o), step, low),
                     fma(_lower_codes(others + o), other_step, other_low),
                 )
                 third, fourth = (
-                    fma(_upper_codes(codes + o), step, low),
-                    fma(_upper_codes(others + o), other_step, other_low),
+                    fma(_upper_codes(codes + o), step_2, low_2),
+                    fma(_upper_codes(others + o), other_step_2, other_low_2),
                 )
                 _put_turned(keys_DO, at + o, half, offsets, table + o, first, second)
                 beyond = row_bytes + o
@@ -220,7 +231,7 @@ def widen_values(address: int, sides: Sides, row_P: Floats, scratch_OV: Floats) 
     """
     groups, bits = sides.value_groups, sides.value_bits
     dim, num_rows = sides.value_dim // groups, sides.page_size * groups
-    parameters = address + _parameters(sides) + 2 * _HALF_BYTES * sides.dim
+    parameters = address + _parameters(sides) + 2 * _HALF_BYTES * key_rows(sides)
     steps = _load_parameters(parameters, num_rows, row_P)
     width, row_bytes = scratch_OV.shape[1], dim * bits // 8
     first = address + _value_codes(sides)

@@ -3,7 +3,8 @@
 A page is a pure function of its own numbers: no scale comes from another page, from a chunk or from
 traffic. A page that is sealed again from the same numbers gets the same bytes.
 
-Shapes: see `records.py`. Rows are the channels of keys, or the groups of tokens' values.
+Shapes: see `records.py`. Rows are the channels of keys, or the groups of tokens' values. Parts of a
+row have parameters of their own.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.sealed.records import Bytes, SealedPages, Sides
+from ropewalk.model_runtime.cpu_kernels.sealed.records import Bytes, SealedPages, Sides, key_rows
 
 _LEAST_STEP, _MOST = np.float32(2.0**-14), np.float32(65504.0)  # the normal numbers of float16
 _UNITS = np.float32(2.0**24)  # of the numbers below them
@@ -59,35 +60,40 @@ def round_to_halves(numbers_P: Floats, halves_P: NDArray[np.uint16], is_down: bo
 
 @jit(fuses=False)
 def _seal_rows(
-    numbers_E: Numbers, at: int, num_rows: int, length: int, bits: int, record_R: Bytes,
-    codes_at: int, parameters_at: int, row_L: Floats,
+    numbers_E: Numbers, at: int, num_rows: int, length: int, num_parts: int, bits: int,
+    record_R: Bytes, codes_at: int, parameters_at: int, row_L: Floats,
 ) -> None:  # fmt: skip
     """Seal rows of `length` numbers, which lie one behind another from `at` on."""
     most = np.float32((1 << bits) - 1)
-    low_P, step_P = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    size, count = length // num_parts, num_rows * num_parts
+    low_P, step_P = np.empty(count, np.float32), np.empty(count, np.float32)
     for r in range(num_rows):
         widen(numbers_E[at + r * length : at + (r + 1) * length], row_L)
-        low, high, is_finite = row_L[0], row_L[0], True
-        for x in range(length):
-            number = row_L[x]
-            is_finite = is_finite and np.isfinite(number)
-            low, high = min(low, number), max(high, number)
-        low_P[r] = min(max(low, -_MOST), _MOST) if is_finite else np.float32(0)
-        step_P[r] = high if is_finite else np.float32(np.nan)
-    parameters = record_R[parameters_at : parameters_at + 4 * num_rows].view(np.uint16)
+        for part in range(num_parts):
+            first, p = part * size, part * num_rows + r
+            low, high, is_finite = row_L[first], row_L[first], True
+            for x in range(first, first + size):
+                number = row_L[x]
+                is_finite = is_finite and np.isfinite(number)
+                low, high = min(low, number), max(high, number)
+            low_P[p] = min(max(low, -_MOST), _MOST) if is_finite else np.float32(0)
+            step_P[p] = high if is_finite else np.float32(np.nan)
+    parameters = record_R[parameters_at : parameters_at + 4 * count].view(np.uint16)
     # Down: a code is not negative, so numbers below a lowest number would all be read as it.
-    round_to_halves(low_P, parameters[:num_rows], True)  # noqa: FBT003
-    for r in range(num_rows):
-        step = (step_P[r] - low_P[r]) / most
-        step_P[r] = min(max(step, _LEAST_STEP), _MOST) if step == step else step  # noqa: PLR0124
-    round_to_halves(step_P, parameters[num_rows:], False)  # noqa: FBT003
+    round_to_halves(low_P, parameters[:count], True)  # noqa: FBT003
+    for p in range(count):
+        step = (step_P[p] - low_P[p]) / most
+        step_P[p] = min(max(step, _LEAST_STEP), _MOST) if step == step else step  # noqa: PLR0124
+    round_to_halves(step_P, parameters[count:], False)  # noqa: FBT003
     for r in range(num_rows):
         widen(numbers_E[at + r * length : at + (r + 1) * length], row_L)
-        low, inverse = low_P[r], np.float32(1) / step_P[r]
-        is_finite = inverse == inverse  # noqa: PLR0124
-        for x in range(length):
-            code = np.rint((row_L[x] - low) * inverse) if is_finite else np.float32(0)
-            row_L[x] = min(max(code, np.float32(0)), most)
+        for part in range(num_parts):
+            first, p = part * size, part * num_rows + r
+            low, inverse = low_P[p], np.float32(1) / step_P[p]
+            is_finite = inverse == inverse  # noqa: PLR0124
+            for x in range(first, first + size):
+                code = np.rint((row_L[x] - low) * inverse) if is_finite else np.float32(0)
+                row_L[x] = min(max(code, np.float32(0)), most)
         if bits == _FOUR_BITS:
             half = length // 2
             for x in range(half):
@@ -104,14 +110,15 @@ def seal_page(numbers_E: Numbers, record_R: Bytes, sides: Sides) -> None:
     dim, value_dim, page_size = sides.dim, sides.value_dim, sides.page_size
     values_at = dim * page_size * sides.key_bits // 8
     keys_parameters = values_at + value_dim * page_size * sides.value_bits // 8
+    num_rows, groups = key_rows(sides), sides.value_groups
     _seal_rows(
-        numbers_E, 0, dim, page_size, sides.key_bits, record_R, 0, keys_parameters,
-        np.empty(page_size, np.float32),
+        numbers_E, 0, dim, page_size, num_rows // dim, sides.key_bits, record_R, 0,
+        keys_parameters, np.empty(page_size, np.float32),
     )  # fmt: skip
-    groups = sides.value_groups
     _seal_rows(
-        numbers_E, dim * page_size, page_size * groups, value_dim // groups, sides.value_bits,
-        record_R, values_at, keys_parameters + 4 * dim, np.empty(value_dim // groups, np.float32),
+        numbers_E, dim * page_size, page_size * groups, value_dim // groups, 1, sides.value_bits,
+        record_R, values_at, keys_parameters + 4 * num_rows,
+        np.empty(value_dim // groups, np.float32),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ A record has the bytes that `cpu_kernels/sealed/seal.py` gives it. Every operati
 float32 that numpy has, in the same order. Divisions are rounded to nearest (`div_rn`).
 
 An exact page of one head has its keys offset by offset, then its values. Rows are channels of keys,
-or groups of a token's values.
+or groups of a token's values. With two parts, each half of a row has parameters of its own.
 
 Shapes: T = flat tokens, K = key heads, D = key dimensions, V = value dimensions, X = open pages,
 G = staged pages, E = numbers of an exact page of one head, F = tokens that fill a page.
@@ -63,8 +63,8 @@ def _numbers_at(opened, staged, at, mask, is_open):
 def _seal_rows(
     opened, staged, is_open, first, row_step: tl.constexpr, step: tl.constexpr,
     record, halves,
-    COUNT: tl.constexpr, LENGTH: tl.constexpr, BITS: tl.constexpr, PARAMETERS: tl.constexpr,
-    ROWS: tl.constexpr, HALF_2: tl.constexpr,
+    COUNT: tl.constexpr, LENGTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
+    PARAMETERS: tl.constexpr, ROWS: tl.constexpr, HALF_2: tl.constexpr,
 ):  # fmt: skip
     """Seal COUNT rows of LENGTH numbers, each as two halves.
 
@@ -82,30 +82,28 @@ def _seal_rows(
         is_b = is_a & (x + HALF < LENGTH)
         a = _numbers_at(opened, staged, at, is_a, is_open)
         b = _numbers_at(opened, staged, at + HALF * step, is_b, is_open)
-        bad = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # a NaN is not less
-        is_finite = tl.min(bad.to(tl.int32), 1) == 1
+        low, high, is_finite = _range(a, is_a)
+        other_low, other_high, is_other_finite = _range(b, is_b)
+        if PARTS == 1:
+            is_finite = is_finite & is_other_finite
+            is_other_finite = is_finite
+            low = tl.where(is_finite, tl.minimum(low, other_low), 0.0)
+            high = tl.where(is_finite, tl.maximum(high, other_high), 0.0)
+        place = halves + PARAMETERS + r
+        low, inverse = _store_parameters(
+            place, low, high, is_finite, is_row, COUNT * PARTS, most, ROWS
+        )
+        if PARTS == 2:
+            other_low, other_inverse = _store_parameters(
+                place + COUNT, other_low, other_high, is_other_finite, is_row, COUNT * PARTS, most,
+                ROWS,
+            )  # fmt: skip
+        else:
+            other_low, other_inverse = low, inverse
         a = tl.where(is_finite[:, None], a, 0.0)
-        b = tl.where(is_finite[:, None], b, 0.0)
-        low = tl.minimum(
-            tl.min(tl.where(is_a, a, float("inf")), 1), tl.min(tl.where(is_b, b, float("inf")), 1)
-        )
-        high = tl.maximum(
-            tl.max(tl.where(is_a, a, float("-inf")), 1), tl.max(tl.where(is_b, b, float("-inf")), 1)
-        )
-        # Down: a code is not negative, so numbers below a lowest number would all be read as it.
-        exact = tl.minimum(tl.maximum(low, -_MOST), _MOST)
-        half = exact.to(tl.float16)
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        below = tl.where(bits >= _SIGN, bits + 1, bits - 1)
-        bits = tl.where(half.to(tl.float32) > exact, below, bits)
-        low = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        span = tl.div_rn(high - low, tl.full([ROWS], most, tl.float32))
-        half = tl.minimum(tl.maximum(span, _LEAST_STEP), _MOST).to(tl.float16)
-        step_bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-        step_bits = tl.where(is_finite, step_bits, _NAN_BITS)
-        inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), half.to(tl.float32))
+        b = tl.where(is_other_finite[:, None], b, 0.0)
         a = _codes(a, low[:, None], inverse[:, None], most)
-        b = _codes(b, low[:, None], inverse[:, None], most)
+        b = _codes(b, other_low[:, None], other_inverse[:, None], most)
         if BITS == 4:
             place = record + r[:, None] * HALF + x
             tl.store(place, (a | (b << 4)).to(tl.uint8), mask=is_a)
@@ -113,8 +111,41 @@ def _seal_rows(
             place = record + r[:, None] * LENGTH + x
             tl.store(place, a.to(tl.uint8), mask=is_a)
             tl.store(place + HALF, b.to(tl.uint8), mask=is_b)
-        tl.store(halves + PARAMETERS + r, bits.to(tl.int16), mask=is_row)
-        tl.store(halves + PARAMETERS + COUNT + r, step_bits.to(tl.int16), mask=is_row)
+
+
+@triton.jit
+def _range(numbers, mask):
+    """Return the lowest and the highest number of rows, and whether all are finite.
+
+    Both are 0 if one is not.
+    """
+    is_number = tl.abs(numbers) < float("inf")  # a NaN is not less
+    is_finite = tl.min(is_number.to(tl.int32), 1) == 1
+    low = tl.min(tl.where(mask, numbers, float("inf")), 1)
+    high = tl.max(tl.where(mask, numbers, float("-inf")), 1)
+    return tl.where(is_finite, low, 0.0), tl.where(is_finite, high, 0.0), is_finite
+
+
+@triton.jit
+def _store_parameters(
+    at, low, high, is_finite, mask, from_low_to_step: tl.constexpr, most: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store lowest numbers and steps; return the rounded ones, and one by the rounded steps."""
+    # Down: a code is not negative, so numbers below a lowest number would all be read as it.
+    exact = tl.minimum(tl.maximum(low, -_MOST), _MOST)
+    half = exact.to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    below = tl.where(bits >= _SIGN, bits + 1, bits - 1)
+    bits = tl.where(half.to(tl.float32) > exact, below, bits)
+    low = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    span = tl.div_rn(high - low, tl.full([ROWS], most, tl.float32))
+    half = tl.minimum(tl.maximum(span, _LEAST_STEP), _MOST).to(tl.float16)
+    step_bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+    step_bits = tl.where(is_finite, step_bits, _NAN_BITS)
+    tl.store(at, bits.to(tl.int16), mask=mask)
+    tl.store(at + from_low_to_step, step_bits.to(tl.int16), mask=mask)
+    return low, tl.div_rn(tl.full([ROWS], 1.0, tl.float32), half.to(tl.float32))
 
 
 @triton.jit
@@ -144,13 +175,15 @@ def _seal(
     SIZE: tl.constexpr = VALUES // GROUPS
     VALUES_AT: tl.constexpr = PAGE * DIM * KEY_BITS // 8
     PARAMETERS: tl.constexpr = (VALUES_AT + PAGE * VALUES * VALUE_BITS // 8) // 2
+    PARTS: tl.constexpr = 2 if KEY_BITS == 4 else 1
     _seal_rows(
         opened, staged, is_open, first, 1, DIM, record, halves,
-        DIM, PAGE, KEY_BITS, PARAMETERS, KEY_ROWS, KEY_HALF_2,
+        DIM, PAGE, PARTS, KEY_BITS, PARAMETERS, KEY_ROWS, KEY_HALF_2,
     )  # fmt: skip
     _seal_rows(
         opened, staged, is_open, first + PAGE * DIM, SIZE, 1, record + VALUES_AT, halves,
-        PAGE * GROUPS, SIZE, VALUE_BITS, PARAMETERS + 2 * DIM, VALUE_ROWS, VALUE_HALF_2,
+        PAGE * GROUPS, SIZE, 1, VALUE_BITS, PARAMETERS + 2 * DIM * PARTS, VALUE_ROWS,
+        VALUE_HALF_2,
     )  # fmt: skip
 
 
