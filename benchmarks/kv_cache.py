@@ -9,9 +9,9 @@ Shapes: R = scored rows, V = vocabulary.
 """
 
 import ctypes
+import gc
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -145,23 +145,25 @@ def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds:
 def residents(checkpoint: Checkpoint, kinds: list[str], num_tokens: int) -> None:
     """Print by how much a full cache makes a process grow, beside the bytes that it counts."""
     click.echo("\n| format | MiB counted | MiB resident | more |\n|---|---:|---:|---:|")
+    kept = []  # so that no cache takes memory that another one has left
     for kind in (EXACT, *kinds):
-        sys.stdout.flush()
-        if child := os.fork():  # so that no cache takes memory that another one has left
-            os.waitpid(child, 0)
-            continue
-        held(checkpoint, kind, 2 * _PAGE).fill()  # compiles, and makes the memory of a step
-        ctypes.CDLL(None).malloc_trim(0)  # free memory that a load has left
-        before = memory_of(os.getpid())["VmRSS"]
+        kept.append(held(checkpoint, kind, 2 * _PAGE))
+        kept[-1].fill()  # compiles, and makes the memory of a step
+        before = _resident_bytes()
         cache = held(checkpoint, kind, num_tokens)
         cache.fill()
-        counted = cache.runner.store.num_bytes
-        found = memory_of(os.getpid())["VmRSS"] - before
+        kept.append(cache)
+        counted, found = cache.runner.store.num_bytes, _resident_bytes() - before
         click.echo(
             f"| {kind} | {counted / 2**20:.1f} | {found / 2**20:.1f} | {found / counted - 1:+.1%} |"
         )
-        sys.stdout.flush()
-        os._exit(0)
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process without what a load has left."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory_of(os.getpid())["VmRSS"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
