@@ -75,6 +75,12 @@ class Held:
         for memory in self.runner.store.page_memory():
             memory[:] = memory[self.pages[0]].copy()
 
+    def prompt(self, num_tokens: int) -> None:
+        """Compute a prompt, in chunks."""
+        for first in range(0, num_tokens, _CHUNK):
+            chunk = list(range(7, 7 + min(_CHUNK, num_tokens - first)))
+            self.runner.run([self.span(chunk, first, 1)])
+
     def decode(self, context: int) -> None:
         every = range(self.num_sequences)
         self.runner.run([self.span([9], context - 1, 1, sequence) for sequence in every])

@@ -2,7 +2,8 @@
 
 Each round times one step of each cache type here and there, by the clock, at the end of one long
 context. PYTHON has llama-cpp-python (`peer_kv_cache.py`); without it only our formats are timed.
-With several sequences, each has the whole context.
+With several sequences, each has the whole context. `--prompt` times the computation of the context
+instead, in chunks, here alone.
 """
 
 import statistics
@@ -63,21 +64,25 @@ def timed(work: Callable[[], None]) -> float:
 @click.option("--formats", default=",".join((EXACT, ROUNDED, *FORMATS)), show_default=True)
 @click.option("--context", default=32768, show_default=True)
 @click.option("--sequences", default=1, show_default=True, help="In a step; the peer has one.")
+@click.option("--prompt", is_flag=True, help="Time a prompt of CONTEXT tokens, not a step.")
 @click.option("--threads", default=1, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @torch.inference_mode()
 def main(  # noqa: PLR0917
-    model: Path, peer: str | None, formats: str, context: int, sequences: int, threads: int,
-    rounds: int,
+    model: Path, peer: str | None, formats: str, context: int, sequences: int, prompt: bool,  # noqa: FBT001
+    threads: int, rounds: int,
 ) -> None:  # fmt: skip
-    """Time decode steps of a GGUF file on a CPU."""
+    """Time decode steps or prompts of a GGUF file on a CPU."""
+    if prompt and (peer or sequences > 1):
+        raise click.UsageError("--prompt times one sequence, and no peer")
     torch.set_num_threads(threads)
     checkpoint = load_checkpoint(model, device="cpu")
     works: dict[str, Callable[[], float]] = {}
     for kind in formats.split(","):
         cache = held(checkpoint, kind, context, sequences)
         cache.fill()
-        works[kind] = partial(timed, partial(cache.decode, context))
+        work = cache.prompt if prompt else cache.decode
+        works[kind] = partial(timed, partial(work, context))
     other = Peer(peer, model, context, threads) if peer else None
     if other:
         works |= {f"llama.cpp {kind}": partial(other.step, kind) for kind in _PEER_TYPES}
@@ -90,7 +95,10 @@ def main(  # noqa: PLR0917
     if other:
         other.end()
     click.echo(f"\n{sequences} x {context} tokens, {threads} threads.\n")
-    click.echo("| cache | ms a step | rate, of that of the first row | lowest to highest |")
+    click.echo(
+        f"| cache | ms a {'prompt' if prompt else 'step'} | rate, of that of the first row "
+        "| lowest to highest |"
+    )
     click.echo("|---|---:|---:|---:|")
     first = next(iter(times.values()))
     for name, found in times.items():

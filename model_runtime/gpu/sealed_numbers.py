@@ -63,9 +63,11 @@ def _codes(record, at, shift, mask, BITS: tl.constexpr, WHOLE: tl.constexpr):
 def _parameters(lows, steps, mask, WHOLE: tl.constexpr):
     """Return lowest numbers and steps, float32."""
     if WHOLE:
-        return tl.load(lows).to(tl.float32), tl.load(steps).to(tl.float32)
-    low = tl.load(lows, mask=mask, other=0.0).to(tl.float32)
-    return low, tl.load(steps, mask=mask, other=0.0).to(tl.float32)
+        low, step = tl.load(lows), tl.load(steps)
+    else:
+        low = tl.load(lows, mask=mask, other=0.0)
+        step = tl.load(steps, mask=mask, other=0.0)
+    return low.to(tl.float32), step.to(tl.float32)
 
 
 @triton.jit
@@ -108,5 +110,6 @@ def sealed_values(
     lows = halves + (LOWS + line)
     code = _codes(record, at, inside // LENGTH * 4, mask, VALUE_BITS, WHOLE)
     # One group is that of all dimensions, so the mask of dimensions is not that of parameters.
-    low, step = _parameters(lows, lows + PAGE * GROUPS, mask, WHOLE or GROUPS == 1)
+    UNMASKED: tl.constexpr = WHOLE or GROUPS == 1
+    low, step = _parameters(lows, lows + PAGE * GROUPS, mask, UNMASKED)
     return code * step + low

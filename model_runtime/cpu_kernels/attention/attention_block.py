@@ -77,9 +77,14 @@ def update_softmax(
 
 
 # Rows of a block and registers per row, the largest block first. The sums, and one or two registers
-# for their operands, should fit into the processor's registers.
-_SHAPES = ((8, 2), (4, 4), (1, 4)) if vectors().num_registers >= 32 else ((6, 2), (4, 2), (1, 4))
-BLOCK = _SHAPES[0][0]
+# for their operands, should fit into the processor's registers. A decode step of a model with three
+# query heads for each key head has blocks of three. With 16 registers, four rows take no longer.
+_SHAPES = (
+    ((8, 2), (4, 4), (3, 4), (1, 4))
+    if vectors().num_registers >= 32
+    else ((6, 2), (4, 2), (4, 2), (1, 4))
+)
+BLOCK, _FEW = _SHAPES[0][0], _SHAPES[2][0]
 
 
 @jit(inline=True)
@@ -167,10 +172,11 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
     return score, weigh
 
 
-def _block_reader(products: Products, walk: Walk, num_rows: int, columns: int) -> Any:
+def _block_reader(
+    products: Products, walk: Walk, weigh_row: Any, num_rows: int, columns: int
+) -> Any:
     """Compiled: `num_rows` rows read one page; sums take `columns` registers per row."""
     score, weigh = _multiplier(products, num_rows, columns)
-    weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
     rotate_query, step = products.rotate_query, products.step
     seen, source, angle_of = walk.seen, walk.source, walk.start
 
@@ -217,7 +223,9 @@ def _block_reader(products: Products, walk: Walk, num_rows: int, columns: int) -
 
 def rows_reader(products: Products, walk: Walk = PLAIN) -> Any:
     """Compiled: all rows of a tile read one page, block by block."""
-    read_block, read_4, read_1 = (_block_reader(products, walk, *shape) for shape in _SHAPES)
+    weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
+    readers = {shape: _block_reader(products, walk, weigh_row, *shape) for shape in set(_SHAPES)}
+    read_block, read_4, read_few, read_1 = (readers[shape] for shape in _SHAPES)
 
     @jit(borrows=True)
     def read_rows(
@@ -230,9 +238,12 @@ def rows_reader(products: Products, walk: Walk = PLAIN) -> Any:
             if left >= BLOCK:
                 read_block(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += BLOCK
-            elif left >= 2:
+            elif left >= 4:
                 read_4(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += 4
+            elif left >= 2:
+                read_few(row, tile, page, window, softcap, starts, scratch, values_OV)
+                row += _FEW
             else:
                 read_1(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += 1
