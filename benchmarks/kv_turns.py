@@ -81,8 +81,8 @@ def main(  # noqa: PLR0917
     for kind in formats.split(","):
         cache = held(checkpoint, kind, context, sequences)
         cache.fill()
-        work = cache.prompt if prompt else cache.decode
-        works[kind] = partial(timed, partial(work, context))
+        timed_call = cache.prompt if prompt else cache.decode
+        works[kind] = partial(timed, partial(timed_call, context))
     other = Peer(peer, model, context, threads) if peer else None
     if other:
         works |= {f"llama.cpp {kind}": partial(other.step, kind) for kind in _PEER_TYPES}

@@ -193,7 +193,8 @@ def test_the_kernels_compile_for_an_h200() -> None:
     assert {kernel for case, kernel in compiled if case == "chunks"} == placed
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
-    most = {"chunks": 16, "rerope": 16, "sealed, rerope, k8v4": 16}
+    # In `int4` a thread holds the parameters of both halves of a page.
+    most = {"chunks": 16, "rerope": 16, "sealed, rerope, k8v4": 16, "sealed, rerope, int4": 128}
     narrow = [line for line in lines if "wide" not in line["case"]]
     assert all(line["stack_bytes"] <= most.get(line["case"], 8) for line in narrow)
     assert all(line["stack_bytes"] <= 512 for line in lines)
