@@ -1,7 +1,8 @@
 """`python -m benchmarks.kv_value_steps MODEL`: other ways to hold values in four bits.
 
 Pages of an exact cache are replaced by what a format would read, each after its own step. So a
-query sees earlier pages sealed and its own page exact. Keys have eight or four bits by channel.
+query sees earlier pages sealed and its own page exact. Keys have eight bits by channel, or four by
+half of a channel.
 
 Shapes: K = key heads, O = offsets in a page, V = value dimensions, D = key dimensions, R = scored
 rows.
@@ -19,7 +20,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.server.corpus.held_out import library_documents
 
-_PAGE, _GROUP, _FIRST = 64, 32, 4
+_PAGE, _GROUP, _FIRST, _FOUR_BITS = 64, 32, 4, 4
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the range of a row
 
 Seal = Callable[[Tensor, int], Tensor]  # values [K, O, V] and the page's number, as they are read
@@ -42,9 +43,9 @@ def least_squares(numbers: Tensor) -> Tensor:
     return found.gather(0, best.expand(1, *numbers.shape))[0]
 
 
-def groups(value_KOV: Tensor) -> Tensor:
+def groups(value_KOV: Tensor, size: int = _GROUP) -> Tensor:
     """Return values with a step for each group of dimensions."""
-    return rows(value_KOV.reshape(*value_KOV.shape[:2], -1, _GROUP), 4).flatten(-2)
+    return rows(value_KOV.reshape(*value_KOV.shape[:2], -1, size), 4).flatten(-2)
 
 
 def first_in_eight(seal: Callable[[Tensor], Tensor]) -> Seal:
@@ -60,6 +61,7 @@ WAYS: dict[str, Seal] = {
     "the first tokens in eight bits": first_in_eight(lambda value_KOV: rows(value_KOV, 4)),
     "least squares": lambda value_KOV, _: least_squares(value_KOV),
     "by channel": lambda value_KOV, _: rows(value_KOV.mT, 4).mT,
+    "by 64 dimensions": lambda value_KOV, _: groups(value_KOV, 2 * _GROUP),
     "by 32 dimensions": lambda value_KOV, _: groups(value_KOV),
     "the same, the first tokens in eight bits": first_in_eight(groups),
 }
@@ -80,7 +82,8 @@ def scored(
         page = cache.pages[first // _PAGE]
         for layer in cache.runner.store.arrays:
             keys_NKDO, values_NKOV = cache.runner.store.pages(layer)
-            keys_NKDO[page] = rows(keys_NKDO[page], bits)
+            halves = keys_NKDO[page].chunk(2 if bits == _FOUR_BITS else 1, -1)
+            keys_NKDO[page] = torch.cat([rows(each, bits) for each in halves], -1)
             values_NKOV[page] = seal(values_NKOV[page], first // _PAGE)
     return torch.cat(found).double().log_softmax(-1)
 
