@@ -44,7 +44,8 @@ def least_squares(numbers: Tensor) -> Tensor:
 
 
 def groups(value_KOV: Tensor, size: int = _GROUP) -> Tensor:
-    """Return values with a step for each group of dimensions."""
+    """Return values with a step for each group of dimensions, or for all if they are no groups."""
+    size = size if value_KOV.shape[-1] % size == 0 else value_KOV.shape[-1]
     return rows(value_KOV.reshape(*value_KOV.shape[:2], -1, size), 4).flatten(-2)
 
 

@@ -5,7 +5,8 @@ widened, and their own page as it was written, with the read of `attention/torch
 
 Shapes: N = pages, X = exact pages, K = key heads, R = bytes of a record, E = numbers of an exact
 page of one head, T = query tokens, H = query heads, D = key dimensions, V = value dimensions, O =
-offsets in a page, L = numbers of a row. Rows C are channels of keys, or groups of values.
+offsets in a page, P = parts of a row, L = numbers of a row or part. Rows C are channels of keys, or
+groups of values.
 """
 
 from dataclasses import replace
@@ -155,11 +156,10 @@ def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor
             code_NKCL = torch.cat((code_NKCL & 15, code_NKCL >> 4), -1)
         after = at + 4 * num * num_parts
         halves = records_NKR[..., at:after].contiguous().view(torch.float16).double()
-        parameters = halves.view(*places, 2, num_parts, num).repeat_interleave(
-            length // num_parts, 3
-        )
-        low_NKCL, step_NKCL = parameters.mT.unbind(2)
-        found.append((code_NKCL.double() * step_NKCL + low_NKCL).float())  # rounded once
+        low_NKCP1, step_NKCP1 = halves.view(*places, 2, num_parts, num).mT[..., None].unbind(2)
+        code_NKCPL = code_NKCL.reshape(*places, num, num_parts, length // num_parts).double()
+        exact_NKCL = (code_NKCPL * step_NKCP1 + low_NKCP1).flatten(-2)
+        found.append(exact_NKCL.float())  # rounded once
         codes_at, at = codes_at + size, after
     keys_NKDO, values_NKCL = found
     return keys_NKDO, values_NKCL.view(*places, page_size, value_dim)

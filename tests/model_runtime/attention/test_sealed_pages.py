@@ -9,11 +9,13 @@ from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import AngleArrays
+from ropewalk.model_runtime.cpu_kernels.sealed.records import Sides, turn_sealed, widen_values
 from ropewalk.model_runtime.errors import ModelError
 from tests.oracles.range_cases import CPU, HEADS, KEY_HEADS, LAYERS, largest_error
 from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
 from tests.oracles.sealed_reads import FORMS, METHODS, PAGE, Laid, Shape, edge_page, records_of
-from tests.oracles.sealed_reference import BITS
+from tests.oracles.sealed_reference import BITS, record, sealed_pages
 
 
 @pytest.mark.sampled(fixed=0, drawn=4, by="kind")
@@ -116,6 +118,35 @@ def test_records_equal_those_of_numpy(
         assert got[: len(wanted)].tobytes() == wanted
         assert len(got) % 64 == 0
         assert len(got) - len(wanted) < 64
+
+
+@pytest.mark.parametrize(
+    ("page_size", "value_dim"), [(64, 64), (64, 128), (32, 64), (96, 80)], ids=str
+)
+@pytest.mark.parametrize("kind", BITS)
+def test_kernels_read_the_numbers_of_a_record(kind: str, page_size: int, value_dim: int) -> None:
+    """Common sizes have kernels of their own. The angles of offsets are zero."""
+    dim, pairs = 24, 9
+    rng = np.random.default_rng(5)
+    keys_DO = rng.normal(size=(dim, page_size)).astype(np.float32)
+    values_OV = rng.normal(size=(page_size, value_dim)).astype(np.float32)
+    key_bits, value_bits = BITS[kind]
+    groups = FORMATS[kind].value_groups(value_dim)
+    content = record(keys_DO, values_OV.reshape(page_size * groups, -1), kind)
+    content_R = np.frombuffer(content, np.uint8)
+    sides = Sides(1, dim, value_dim, page_size, key_bits, value_bits, groups)
+    row_P = np.empty(4 * (dim + page_size * groups) + 64, np.float32)
+    angles = AngleArrays(*(np.full((1, pairs, page_size), each, np.float32) for each in (1, 0)))
+    found_DO = np.empty((dim, page_size), np.float32)
+    turn_sealed(content_R.ctypes.data, 0, sides, angles, 0, row_P, found_DO)
+    key_OHD = torch.from_numpy(keys_DO.T)[:, None]
+    exact = sealed_pages(key_OHD, page_size, key_bits, by_channel=True)
+    assert np.array_equal(found_DO, exact[:, 0].T.float().numpy())
+    found_OV = np.empty((page_size + 1, -(-value_dim // 16) * 16), np.float32)
+    widen_values(content_R.ctypes.data, sides, row_P, found_OV)
+    value_OHV, group = torch.from_numpy(values_OV)[:, None], value_dim // groups
+    exact = sealed_pages(value_OHV, page_size, value_bits, by_channel=False, group=group)
+    assert np.array_equal(found_OV[:page_size, :value_dim], exact[:, 0].float().numpy())
 
 
 @pytest.mark.parametrize("bias", [92.8, -92.8, 700.3, 3e-5])

@@ -143,7 +143,7 @@ def test_a_gpu_seals_pages_and_rounds_none(embedded: Checkpoint) -> None:
     for memory in (None, MachineMemory(64 * GIB, 64 * GIB)):
         settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1"})
         facts = ModelFacts(
-            *(embedded.native, 6480, 4 * GIB),
+            *(embedded.native, 6840, 4 * GIB),
             memory=memory,
             open_bytes=64 * 46_080,
             stage_page_bytes=64 * 1536,
