@@ -42,7 +42,7 @@ def is_found(client: httpx.Client, query: Query) -> bool:
         "stop": ["\n"], "cache_prompt": True,
     }  # fmt: skip
     answer = client.post("/completion", json=body).raise_for_status().json()
-    return str(answer["content"]).lstrip(" ").startswith(query.needle.value)
+    return query.is_answered_by(answer["content"])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

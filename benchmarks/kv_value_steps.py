@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.kv_cache import Held, held
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, key_parts
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.server.corpus.held_out import library_documents
 
-_PAGE, _GROUP, _FIRST, _FOUR_BITS = 64, 32, 4, 4
+_PAGE, _GROUP, _FIRST = 64, 32, 4
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the range of a row
 
 Seal = Callable[[Tensor, int], Tensor]  # values [K, O, V] and the page's number, as they are read
@@ -83,7 +83,7 @@ def scored(
         page = cache.pages[first // _PAGE]
         for layer in cache.runner.store.arrays:
             keys_NKDO, values_NKOV = cache.runner.store.pages(layer)
-            halves = keys_NKDO[page].chunk(2 if bits == _FOUR_BITS else 1, -1)
+            halves = keys_NKDO[page].chunk(key_parts(bits), -1)
             keys_NKDO[page] = torch.cat([rows(each, bits) for each in halves], -1)
             values_NKOV[page] = seal(values_NKOV[page], first // _PAGE)
     return torch.cat(found).double().log_softmax(-1)

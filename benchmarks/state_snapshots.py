@@ -69,22 +69,24 @@ def _tokens(rng: random.Random, least: int, most: int) -> Tokens:
     return tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(least, most)))
 
 
+def _config(num_tokens: int, num_slots: int, num_running: int) -> EngineConfig:
+    return EngineConfig(
+        kv_cache_tokens=num_tokens,
+        max_model_len=NATIVE_LEN,
+        page_size=PAGE_SIZE,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=2048,
+        num_state_slots=num_slots,
+    )
+
+
 class Server:
     """A scheduler whose steps are computed at once."""
 
     def __init__(self, num_slots: int, num_running: int, seed: int) -> None:
         """Serve with that many slots; 0: a model without states, whose pages are shared alone."""
         self._rng = random.Random(seed)  # noqa: S311  # repeatable, not secret
-        self._scheduler = Scheduler(
-            EngineConfig(
-                kv_cache_tokens=4_000_000,
-                max_model_len=NATIVE_LEN,
-                page_size=PAGE_SIZE,
-                max_num_seqs=num_running,
-                max_num_batched_tokens=2048,
-                num_state_slots=num_slots,
-            )
-        )
+        self._scheduler = Scheduler(_config(4_000_000, num_slots, num_running))
         self.num_prompt_tokens = self.num_cached = self.most_slots = 0
 
     def answer(self, prompts: list[Tokens], num_tokens: int = 150) -> list[Tokens]:
@@ -140,15 +142,7 @@ class EngineServer:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SMALL)).eval()
         checkpoint = prepare_model(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
         self._deployment = make_deployment("m", checkpoint.native)
-        config = EngineConfig(
-            kv_cache_tokens=400_000,
-            max_model_len=NATIVE_LEN,
-            page_size=PAGE_SIZE,
-            max_num_seqs=num_running,
-            max_num_batched_tokens=2048,
-            num_state_slots=num_slots,
-        )
-        self._engine = build_engine(checkpoint, config)
+        self._engine = build_engine(checkpoint, _config(400_000, num_slots, num_running))
         self._engine.start()
         self._numbers = itertools.count()  # no two requests have one id
         self.num_prompt_tokens = self.num_cached = self.most_slots = 0

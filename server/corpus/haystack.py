@@ -29,6 +29,10 @@ class Query:
     depth: float  # of the needle: the share of the text before it
     position: int  # of its first token
 
+    def is_answered_by(self, text: str) -> bool:
+        """Return whether an answer begins with the needle's value, after spaces."""
+        return text.lstrip(" ").startswith(self.needle.value)
+
 
 @dataclass(frozen=True, slots=True)
 class Haystack:

@@ -73,9 +73,8 @@ class Task:
         if isinstance(self.of, Sample):
             share = metric_of(self.of.task)(text, self.of.draft.outputs)
             return SampleScore(self.of.index, share, text)
-        needle = self.of.needle
-        is_right = text.lstrip(" ").startswith(needle.value)
-        return QueryScore(needle.form.name, self.of.depth, self.of.position, is_right, text)
+        form, is_right = self.of.needle.form.name, self.of.is_answered_by(text)
+        return QueryScore(form, self.of.depth, self.of.position, is_right, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,11 @@ _PARAMETER_BYTES = 4  # of a row of keys or values: a lowest number and a step
 _FOUR_BITS = 4
 
 
+def key_parts(key_bits: int) -> int:
+    """Return how many parts of a channel have a lowest number and a step of their own."""
+    return 2 if key_bits == _FOUR_BITS else 1
+
+
 @dataclass(frozen=True, slots=True)
 class PageFormat:
     """The bits of keys and of values in a sealed page."""
@@ -30,7 +35,7 @@ class PageFormat:
 
     def key_rows(self, key_dim: int) -> int:
         """Return the steps of a page's keys: one a channel, one each half of it in four bits."""
-        return key_dim * (2 if self.key_bits == _FOUR_BITS else 1)
+        return key_dim * key_parts(self.key_bits)
 
     def record_bytes(self, layer: LayerShape, page_size: int) -> int:
         """Return the bytes of one page of one key head."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, Place, Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
+from ropewalk.model_runtime.attention.sealed.page_format import key_parts
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 
 _LEAST_STEP, _MOST = np.float32(2.0**-14), np.float32(65504.0)  # the normal numbers of float16
@@ -106,14 +107,9 @@ def record(numbers_E: NDArray[np.float32], sides: tuple[int, ...]) -> bytes:
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     keys_CL = numbers_E[: dim * page_size].reshape(dim, page_size)
     values_CL = numbers_E[dim * page_size :].reshape(-1, value_dim // groups)
-    keys = _sealed(keys_CL, key_bits, _key_parts(key_bits))
+    keys = _sealed(keys_CL, key_bits, key_parts(key_bits))
     values = _sealed(values_CL, value_bits, 1)
     return b"".join((keys[0], values[0], *keys[1:], *values[1:]))
-
-
-def _key_parts(key_bits: int) -> int:
-    """Return how many parts of a channel have a lowest number and a step of their own."""
-    return 2 if key_bits == _FOUR_BITS else 1
 
 
 def _sealed(rows_CL: NDArray[np.float32], bits: int, num_parts: int) -> tuple[bytes, bytes, bytes]:
@@ -143,7 +139,7 @@ def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor
     """Return the keys [N, K, D, O] and values [N, K, O, V] of sealed pages, float32."""
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     rows = (
-        (dim, page_size, key_bits, _key_parts(key_bits)),
+        (dim, page_size, key_bits, key_parts(key_bits)),
         (page_size * groups, value_dim // groups, value_bits, 1),
     )
     at = sum(num * length * bits // 8 for num, length, bits, _ in rows)
