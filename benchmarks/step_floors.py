@@ -40,7 +40,9 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     AttentionParams,
     Floats,
     Ints,
+    Numbers,
 )
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import joined_table
@@ -145,11 +147,16 @@ def format_of(name: str, num_layers: int) -> Format:
     return BY_TYPE[q4_k_m(found, layer, num_layers).name]
 
 
-def make(shape: Shape, num_layers: int, activations: Activations = "exact") -> Made:
+def make(
+    shape: Shape,
+    num_layers: int,
+    activations: Activations = "exact",
+    dtype: torch.dtype = torch.float32,
+) -> Made:
     """Make the model in memory with `num_layers` layers. Raises ModelError if it cannot run."""
     fewer = replace(shape, layers=num_layers)
-    config = llama_config(fewer, _NATIVE_LEN, dtype=torch.float32)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    config = llama_config(fewer, _NATIVE_LEN, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     fill_with(model, partial(format_of, num_layers=num_layers))
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     checkpoint = prepare_model(model, tokenizer, frozenset(), {}, activations=activations)
@@ -162,17 +169,24 @@ def make(shape: Shape, num_layers: int, activations: Activations = "exact") -> M
     return Made(fewer, checkpoint, runner, table_id)
 
 
-def products_of_rows(products: Sequence[LowBitProduct], num_rows: int) -> Callable[[], None]:
+def products_of_rows(
+    products: Sequence[LowBitProduct], num_rows: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """Return a call that multiplies so many rows by each of the products."""
-    draw = np.random.default_rng(0)
     widths = {each.in_features for each in products}
-    rows = {width: draw.standard_normal((num_rows, width), np.float32) for width in widths}
+    rows = {width: _random_rows(num_rows, width, dtype) for width in widths}
 
     def run() -> None:
         for each in products:
             each.multiply(rows[each.in_features])
 
     return run
+
+
+def _random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Numbers:
+    """Return random rows as a numpy array; bfloat16 as its bits."""
+    numbers = np.random.default_rng(0).standard_normal((num_rows, width), np.float32)
+    return as_numpy(torch.from_numpy(numbers).to(dtype))  # type: ignore[no-any-return]
 
 
 def widening_of(products: Sequence[LowBitProduct], num_threads: int) -> Callable[[], None]:
@@ -219,9 +233,7 @@ def attention_of(made: Made, kind: Kind) -> Callable[[], None]:
     key_at, num_key_columns = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     value_at = key_at + num_key_columns
     width = value_at + num_key_columns
-    joined_TC = np.random.default_rng(0).standard_normal(
-        (batch.token_ids_1T.shape[1], width), np.float32
-    )
+    joined_TC = _random_rows(batch.token_ids_1T.shape[1], width, made.checkpoint.dtype)
     tables = runner._tables.layer(made.checkpoint.native.scaled_layer_type)  # noqa: SLF001
     params = AttentionParams(tables.kernel_arrays, np.float32(shape.head_dim**-0.5))
 
@@ -294,10 +306,10 @@ def row_of(made: Made, kind: Kind, rates: Rates, rounds: int) -> Row:
     took = shortest_of(
         {
             "step": partial(made.runner.run, spans),
-            "products": products_of_rows(made.products, num_rows),
+            "products": products_of_rows(made.products, num_rows, made.checkpoint.dtype),
             "widening": widening_of(made.products, num_threads),
             "attention": attention_of(made, kind),
-            "head": products_of_rows([made.head], len(spans)),
+            "head": products_of_rows([made.head], len(spans), made.checkpoint.dtype),
         },
         rounds,
     )
@@ -355,6 +367,13 @@ def kinds_of(text: str) -> list[Kind]:
     show_default=True,
     help="Floors are those of exact products in either case.",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Floors are those of float32 in either case.",
+)
 @torch.inference_mode()
 def main(
     *,
@@ -364,13 +383,14 @@ def main(
     kinds: str | None,
     rounds: int,
     activations: Activations,
+    dtype: str,
 ) -> None:
     """Print the time of steps by part, each with its floor in brackets, as Markdown."""
     chosen = kinds_of(kinds) if kinds else list(KINDS)
     rows = []
     for num_threads in map(int, threads.split(",")):
         torch.set_num_threads(num_threads)
-        made, rates = make(SHAPES[shape], layers, activations), measured_rates(num_threads)
+        made, rates = make(SHAPES[shape], layers, activations, getattr(torch, dtype)), measured_rates(num_threads)
         click.echo(
             f"{num_threads} threads: multiply-adds {rates.operations / 1e9:.0f} GFLOP/s, "
             f"reading {rates.read_bytes / 1e9:.1f} GB/s."
