@@ -148,11 +148,9 @@ def format_of(name: str, num_layers: int) -> Format:
 
 
 def make(
-    shape: Shape,
-    num_layers: int,
-    activations: Activations = "exact",
+    shape: Shape, num_layers: int, activations: Activations = "exact",
     dtype: torch.dtype = torch.float32,
-) -> Made:
+) -> Made:  # fmt: skip
     """Make the model in memory with `num_layers` layers. Raises ModelError if it cannot run."""
     fewer = replace(shape, layers=num_layers)
     config = llama_config(fewer, _NATIVE_LEN, dtype=dtype)
@@ -214,7 +212,7 @@ def widening_of(products: Sequence[LowBitProduct], num_threads: int) -> Callable
 @cache
 def _panels_widener(kinds: tuple[int, ...]) -> Any:
     """Compiled: the panels `first` to `end` - 1 of a table, chunk by chunk."""
-    widen = widener(kinds, 0)
+    widen = widener(kinds)
 
     @jit()
     def widen_panels(table_P2: Ints, num_inputs: int, first: int, end: int, out_Q: Floats) -> None:
@@ -371,26 +369,22 @@ def kinds_of(text: str) -> list[Kind]:
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
-    help="Floors are those of float32 in either case.",
+    help="Floors are those of float32.",
 )
 @torch.inference_mode()
 def main(
-    *,
-    shape: str,
-    layers: int,
-    threads: str,
-    kinds: str | None,
-    rounds: int,
-    activations: Activations,
-    dtype: str,
-) -> None:
+    *, shape: str, layers: int, threads: str, kinds: str | None, rounds: int,
+    activations: Activations, dtype: str,
+) -> None:  # fmt: skip
     """Print the time of steps by part, each with its floor in brackets, as Markdown."""
     chosen = kinds_of(kinds) if kinds else list(KINDS)
     rows = []
     for num_threads in map(int, threads.split(",")):
         torch.set_num_threads(num_threads)
-        made, rates = make(SHAPES[shape], layers, activations, getattr(torch, dtype)), measured_rates(num_threads)
+        made, rates = (
+            make(SHAPES[shape], layers, activations, getattr(torch, dtype)),
+            measured_rates(num_threads),
+        )
         click.echo(
             f"{num_threads} threads: multiply-adds {rates.operations / 1e9:.0f} GFLOP/s, "
             f"reading {rates.read_bytes / 1e9:.1f} GB/s."

@@ -62,7 +62,7 @@ _PAGE = """# GGUF files
 
 On a CPU, weights of linears and of the embedding stay in their bits, if they have one of the types {kept} ([weights.md](weights.md)). Weights of other types are dequantised when they are loaded, and so are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take as much memory as the same model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say the sizes. One tensor at a time is read, and a piece of it is held in float32.
 
-The weights that are served are the file's values, rounded once to the served number type. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
+The weights that are served are the file's values. Those that stay in their bits are rounded once to float32, and dequantised ones to the served number type. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
 
 ## Rotation
 

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.cpu_kernels.attention import attention
 from ropewalk.model_runtime.cpu_kernels.experts import products
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded import rounded_rows
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped import rounded_rows
 from ropewalk.model_runtime.cpu_kernels.sealed import seal
 from ropewalk.model_runtime.cpu_kernels.states import convolution
 from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of

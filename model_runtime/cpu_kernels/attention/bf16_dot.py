@@ -180,15 +180,6 @@ def emit_pair_broadcast(builder: Any, address: Any) -> Any:
     return builder.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * WIDTH))
 
 
-def emit_pairs(builder: Any, first: Any, second: Any) -> Any:
-    """Emit the rounding of two Lanes to pairs, by one instruction and a permutation."""
-    kind = ir.FunctionType(_BFLOATS, [first.type, second.type])
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    both = builder.bitcast(builder.call(function, [second, first]), _BOTH)
-    return builder.shuffle_vector(both, ir.Constant(_BOTH, ir.Undefined), _BY_TURNS)
-
-
 def emit_pair_store(builder: Any, address: Any, pairs: Any) -> None:
     builder.store(pairs, builder.bitcast(address, _BOTH.as_pointer()), align=2)
 

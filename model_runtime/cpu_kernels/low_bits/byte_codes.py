@@ -24,15 +24,17 @@ from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.integer_dot import INTS
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import Records, joined
 from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
+    emit_rotated,
     emit_words,
     further,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import Records, joined
-from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, unpacking
+from ropewalk.model_runtime.cpu_kernels.low_bits.pair_codes import emit_pair_codes
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, target_features, vectors
 
 QUAD = 4  # inputs in a lane
@@ -62,17 +64,6 @@ def bytes_of(kind: Format) -> Bytes:
 
 def _mask(builder: Any, words: Any, byte: int) -> Any:
     return builder.and_(words, constant_ints(byte * 0x0101_0101))
-
-
-def _rotated(builder: Any, words: Any, amounts: list[int]) -> Any:
-    """Emit words whose bits are rotated to the right; `amounts` are repeated over the lanes."""
-    bits = 32 // len(amounts)
-    kind = ir.VectorType(ir.IntType(bits), WIDTH * len(amounts))
-    moved, by = builder.bitcast(words, kind), ir.Constant(kind, amounts * WIDTH)
-    name = f"llvm.fshr.v{kind.count}i{bits}"
-    function = ir.FunctionType(kind, [kind] * 3)
-    called = cgutils.get_or_insert_function(builder.module, function, name)
-    return builder.bitcast(builder.call(called, [moved, moved, by]), INTS)
 
 
 def _shifted(builder: Any, words: Any, amount: int) -> Any:
@@ -131,7 +122,7 @@ def _of_halves(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[Any]
             if kind.table:
                 found = _looked_up(builder, kind.table, found)
             if upper is not None:
-                moved = _rotated(builder, upper, [kind.upper_bits * unit + shift])
+                moved = emit_rotated(builder, upper, [kind.upper_bits * unit + shift])
                 found = builder.or_(found, _mask(builder, moved, high))
             yield found
 
@@ -151,7 +142,7 @@ def _of_quarters(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[An
         for index in range(QUAD):
             found = _mask(builder, _shifted(builder, words, 2 * index), 3)
             if upper is not None:
-                moved = _rotated(builder, upper, [2 * index, 2 * index + 1])
+                moved = emit_rotated(builder, upper, [2 * index, 2 * index + 1])
                 found = builder.or_(found, _mask(builder, moved, 4))
             yield found
 
@@ -197,14 +188,21 @@ def emit_quads(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[Any]
     return _of_halves(kind, builder, at, above)
 
 
+def emit_codes(kind: Format, builder: Any, at: Any, above: Any, *, in_pairs: bool) -> Iterator[Any]:
+    """Yield the registers of a group: `emit_quads`, or `emit_pair_codes`."""
+    return (emit_pair_codes if in_pairs else emit_quads)(kind, builder, at, above)
+
+
 @cache
-def _writer(kind: Format) -> Any:
-    """Return an intrinsic that writes the bytes of a group, for one register of outputs."""
+def _writer(kind: Format, *, in_pairs: bool) -> Any:
+    """Return an intrinsic that writes the codes of a group, for one register of outputs."""
 
     def write_bytes(typingctx: Any, out: Any, place: Any, at: Any, above: Any) -> Any:  # noqa: ARG001
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             memory, first, lower, upper = values
-            for index, quad in enumerate(emit_quads(kind, builder, lower, upper)):
+            for index, quad in enumerate(
+                emit_codes(kind, builder, lower, upper, in_pairs=in_pairs)
+            ):
                 to = further(builder, first, index * PANEL * QUAD)
                 pointer = address_of(context, builder, out, memory, to)
                 builder.store(quad, builder.bitcast(pointer, INTS.as_pointer()), align=1)
@@ -212,23 +210,26 @@ def _writer(kind: Format) -> Any:
 
         return types.none(out, place, at, above), code
 
-    write_bytes.__name__ = f"write_bytes_{kind.name}"  # the cache tells them apart by name
+    write_bytes.__name__ = (
+        f"write_bytes_{kind.name}_{int(in_pairs)}"  # the cache tells them apart by name
+    )
     return intrinsic(write_bytes)
 
 
 @cache
-def chunk_unpacker(kind: Format) -> Any:
+def chunk_unpacker(kind: Format, *, in_pairs: bool = False) -> Any:
     """Compiled: unpack(panel, first, end, out, at, scales, offsets), for one format.
 
     It unpacks inputs `first` to `end` - 1 of the panel at an address, both multiples of 32. Bytes
-    are written to `out` from element `at` on.
+    are written to `out` from element `at` on; of pairs, two for each input.
     """
-    width, _, scales_of, offsets_of, *_ = unpacking(kind, FLOATS)
-    write = _writer(kind)
+    width, _, scales_of, offsets_of, *_ = unpacking(kind)
+    write = _writer(kind, in_pairs=in_pairs)
     begin_group, group = group_beginner(kind, AHEAD_BYTES), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
     columns, has_minimum = width // WIDTH, int(kind.has_minimum)
+    panel_bytes = PANEL * (2 if in_pairs else 1)
 
     @jit(borrows=True)
     def unpack(
@@ -248,6 +249,6 @@ def chunk_unpacker(kind: Format) -> Any:
                 lowest = scales_at + scale_bytes + upper_bytes + column_bytes * column
                 write(out, to + QUAD * column, lowest, upper)
             place += PANEL
-            to += group * PANEL
+            to += group * panel_bytes
 
     return unpack

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, emit_rounded, target_features, vectors
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, target_features, vectors
 
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
@@ -95,6 +95,16 @@ def emit_joined(builder: Any, parts: Sequence[tuple[Any, int, int]], to: int) ->
     return _moved(builder, joined, place, to)
 
 
+def emit_rotated(builder: Any, words: Any, amounts: list[int]) -> Any:
+    """Emit words whose bits are rotated to the right; `amounts` are repeated over the lanes."""
+    bits = _WORD_BITS // len(amounts)
+    kind = ir.VectorType(ir.IntType(bits), WIDTH * len(amounts))
+    moved, by = builder.bitcast(words, kind), ir.Constant(kind, amounts * WIDTH)
+    return builder.bitcast(
+        _called(builder, f"llvm.fshr.v{kind.count}i{bits}", kind, moved, moved, by), _INTS
+    )
+
+
 def emit_floats(builder: Any, ints: Any) -> Any:
     return builder.sitofp(ints, _FLOATS)
 
@@ -116,10 +126,15 @@ def emit_halves(builder: Any, address: Any) -> Any:
     return builder.bitcast(bits, _FLOATS)
 
 
-def emit_bfloat16(builder: Any, lanes: Any) -> Any:
-    """Emit the rounding of float32 to bfloat16 and back."""
-    bits = builder.zext(emit_rounded(builder, lanes), _INTS)
-    return builder.bitcast(builder.shl(bits, constant_ints(16)), _FLOATS)
+@intrinsic  # type: ignore[untyped-decorator]
+def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """Convert an address to a pointer to int64."""
+    kind = types.CPointer(types.int64)
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(kind))
+
+    return kind(address), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -169,7 +169,7 @@ def joined_table(panels: Sequence[LowBitPanels]) -> NDArray[np.int64]:
 def widened(panels: LowBitPanels, dtype: torch.dtype, first: int = 0, end: int = -1) -> Tensor:
     """Return the weights of panels `first` to `end` - 1 as rows, [N, K]; all by default."""
     end = -(-panels.num_outputs // PANEL) if end < 0 else end
-    widen = widener((panels.kind.number,), int(dtype == torch.bfloat16))
+    widen = widener((panels.kind.number,))
     num_rows = min(end * PANEL, panels.num_outputs) - first * PANEL
     rows_NK = torch.empty(num_rows, panels.num_inputs, dtype=dtype)
     wide_KO = np.empty((panels.num_inputs, PANEL), np.float32)
@@ -182,7 +182,7 @@ def widened(panels: LowBitPanels, dtype: torch.dtype, first: int = 0, end: int =
 
 def plain_product(panels: LowBitPanels, x_RK: Tensor) -> Tensor:
     """Multiply rows by torch, [R, K] -> [R, N]; one panel at a time is widened, and not copied."""
-    widen = widener((panels.kind.number,), int(x_RK.dtype == torch.bfloat16))
+    widen = widener((panels.kind.number,))
     rows_RK, wide_KO = x_RK.float(), torch.empty(panels.num_inputs, PANEL)
     parts = []
     for address, number in panels.table().tolist():
@@ -195,7 +195,7 @@ def gathered(panels: LowBitPanels, ids: NDArray[np.int64], dtype: torch.dtype) -
     """Return the rows of these outputs, [R, K], each widened from its panel. Raises IndexError."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < panels.num_outputs:
         raise IndexError(f"rows must be < {panels.num_outputs}. Given: {ids.max()}")
-    widen = widener((panels.kind.number,), int(dtype == torch.bfloat16))
+    widen = widener((panels.kind.number,))
     rows = np.empty((len(ids), panels.num_inputs), np.float32)
     wide_Q = np.empty(panels.num_inputs * PANEL, np.float32)
     begin, size, number = panels.memory.ctypes.data, panels.panel_bytes, panels.kind.number

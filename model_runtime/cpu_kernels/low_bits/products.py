@@ -1,4 +1,4 @@
-"""Rows times weights of few bits, with the bits of a product of the widened weights.
+"""Rows times weights of few bits, with the bits of a float32 product of the widened weights.
 
 A chunk of a panel is widened once for all rows (`widen.py`), and then multiplied as a float32
 weight is (`skinny_gemm.py`). The weights of one, two or four rows stay in registers in between.
@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import add_pair_products, add_products
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Numbers
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import add_products
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import table_at
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
-from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, PAIRS, ROUNDED
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import (
     FEW_ROWS,
     few_rows_adder,
@@ -34,6 +33,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     PANEL,
     Multiplying,
     Panels,
+    RowProducts,
     add_chain,
     as_they_are,
     block_rows,
@@ -44,31 +44,16 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
 from ropewalk.model_runtime.cpu_kernels.trials import multiplies_pairs
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """Convert an address to a pointer to int64."""
-    kind = types.CPointer(types.int64)
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(kind))
-
-    return kind(address), code
-
-
 @cache
-def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
+def _multiplier(numbers: tuple[int, ...]) -> Any:
     """Compiled: rows times panels of the formats with these numbers."""
-    widen = widener(numbers, written)
-    add_few, has_few = few_rows_adder(numbers, written), len(FEW_ROWS) > 1
-    # Twice the inputs of float32 take as many bytes in pairs.
-    in_pairs = written == PAIRS
-    most_inputs = 2 * CHUNK if in_pairs else CHUNK
-    wide_type: Any = np.uint16 if in_pairs else np.float32
-    add_rows = rows_adder(add_pair_products, 2, 0) if in_pairs else rows_adder(add_products, 1, 0)
+    widen = widener(numbers)
+    add_few, has_few = few_rows_adder(numbers), len(FEW_ROWS) > 1
+    add_rows = rows_adder(add_products, 1, 0)
 
     @jit()
     def multiply(
-        x_RK: Numbers, _: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int,
+        x_RK: Floats, _: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int,
         chain: int, first_panel: int, end_panel: int,
     ) -> None:  # fmt: skip
         """Write the outputs of panels `first_panel` to `end_panel` - 1.
@@ -81,7 +66,7 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
         sums = np.empty((most, PANEL), np.float32)
         totals = np.empty((most, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
-        wide_Q = np.empty(most_inputs * PANEL, wide_type)
+        wide_Q = np.empty(CHUNK * PANEL, np.float32)
         for top in range(0, x_RK.shape[0], most):
             num_rows = min(most, x_RK.shape[0] - top)
             for panel in range(first_panel, end_panel):
@@ -92,8 +77,8 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
                         add_few(number, address, begin, end, x_RK, top, num_rows, sums)
                         add_chain(sums, num_rows, totals, begin)
                         continue
-                    for chunk in range(begin, end, most_inputs):
-                        stop = min(end, chunk + most_inputs)
+                    for chunk in range(begin, end, CHUNK):
+                        stop = min(end, chunk + CHUNK)
                         widen(number, address, chunk, stop, wide_Q)
                         base = -chunk * PANEL
                         add_rows(x_RK, top, num_rows, chunk, stop, begin, wide_Q, base, sums)
@@ -113,13 +98,30 @@ class LowBits:
 
         `has_float_rows`: the caller widens bfloat16 rows to float32 itself.
         """
-        numbers = numbers_of(formats)
+        kinds = set(formats)
         self.dtype = dtype
-        in_pairs = not has_float_rows and multiplies_pairs(dtype)
-        written = FLOATS if dtype == torch.float32 else PAIRS if in_pairs else ROUNDED
-        rows_for = widened if written == ROUNDED else as_they_are
-        step = 2 if in_pairs else 1
-        self.multiplying = Multiplying(dtype, step, rows_for, _multiplier(numbers, written))
+        self._pairing: Any = None
+        if not has_float_rows and multiplies_pairs(dtype) and kinds - {FLOAT32}:
+            # Models in float32 do not import these kernels.
+            from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (  # noqa: PLC0415
+                pairing_of,
+            )
+
+            self._pairing = pairing_of(kinds)
+            self.multiplying: Multiplying = self._pairing.multiplying
+        else:
+            rows_for = as_they_are if dtype == torch.float32 else widened
+            self.multiplying = Multiplying(dtype, 1, rows_for, _multiplier(numbers_of(kinds)))
+
+    def row_products(self, panels: Panels, chain: int) -> RowProducts:
+        """Return the product of rows by panels. `chain`: inputs of one chain of sums."""
+        if self._pairing is None:
+            return RowProducts(panels, chain, self.multiplying)
+        from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (  # noqa: PLC0415
+            GroupedProducts,
+        )
+
+        return GroupedProducts(panels, self._pairing)
 
     def panels(self, weights: Sequence[LowBitPanels], bias_N: Tensor | None) -> Panels:
         """Return the panels of several weights with outputs one after the other."""

@@ -13,17 +13,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
-    emit_pair_broadcast,
-    emit_pair_products,
-    emit_pair_store,
-    emit_pairs,
-)
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     HAS_FLOAT_TABLES,
     constant_ints,
-    emit_bfloat16,
     emit_floats,
     emit_halves,
     emit_joined,
@@ -47,8 +40,6 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
 )
 
 _FEWEST_INPUTS = 4  # that straight code unpacks
-# The numbers that weights become: float32, the same rounded to bfloat16, or bfloat16 in pairs.
-FLOATS, ROUNDED, PAIRS = 0, 1, 2
 
 
 class Unpacking(NamedTuple):
@@ -207,24 +198,9 @@ def _emit_weights(
             use(k, column, _weight(kind, builder, numbers, scale, offsets[column]))
 
 
-def _in_pairs(
-    builder: Any, use: Callable[[int, int, Any], None]
-) -> Callable[[int, int, Any], None]:
-    """Return a use of single weights that rounds those of two inputs and uses them as pairs."""
-    firsts: dict[int, Any] = {}  # by register
-
-    def note(k: int, column: int, lanes: Any) -> None:
-        if k % 2 == 0:
-            firsts[column] = lanes
-        else:
-            use(k - 1, column, emit_pairs(builder, firsts.pop(column), lanes))
-
-    return note
-
-
 @cache
-def unpacking(kind: Format, written: int, columns: int = 0) -> Unpacking:
-    """Return the intrinsics of a format. `written`: FLOATS, ROUNDED or PAIRS.
+def unpacking(kind: Format, columns: int = 0) -> Unpacking:
+    """Return the intrinsics of a format.
 
     `columns`: registers of a pass; 0: as many as there are for one row.
     """
@@ -255,17 +231,10 @@ def unpacking(kind: Format, written: int, columns: int = 0) -> Unpacking:
 
             def store(k: int, column: int, lanes: Any) -> None:
                 place = further(builder, first, k * PANEL + column * WIDTH)
-                stored = lanes if written == FLOATS else emit_bfloat16(builder, lanes)
-                emit_store(builder, out, address_of(context, builder, out, memory, place), stored)
-
-            def store_pair(k: int, column: int, pairs: Any) -> None:
-                place = further(builder, first, k * PANEL + 2 * column * WIDTH)
-                address = address_of(context, builder, out, memory, place)
-                emit_pair_store(builder, address, pairs)
+                emit_store(builder, out, address_of(context, builder, out, memory, place), lanes)
 
             loaded = (cgutils.unpack_tuple(builder, each) for each in tuples)
-            use = _in_pairs(builder, store_pair) if written == PAIRS else store
-            _emit_weights(kind, use, builder, at, above, *loaded)
+            _emit_weights(kind, store, builder, at, above, *loaded)
             return context.get_dummy_value()
 
         return types.none(out, place, q, upper, scales, offsets), code
@@ -278,29 +247,17 @@ def unpacking(kind: Format, written: int, columns: int = 0) -> Unpacking:
             before, memory, first, step, at, above, *tuples = values
             tile = cgutils.unpack_tuple(builder, before)
 
-            def places(further_on: int) -> Iterator[tuple[int, Any]]:
-                """Yield the first sum of each row, and the address of the row's number."""
+            def multiply(further_on: int, column: int, weights: Any) -> None:
                 place = further(builder, first, further_on)
                 for row in range(0, len(tile), columns):
-                    yield row, address_of(context, builder, x, memory, place)
-                    place = builder.add(place, step)
-
-            def multiply(further_on: int, column: int, lanes: Any) -> None:
-                weights = lanes if written == FLOATS else emit_bfloat16(builder, lanes)
-                for row, address in places(further_on):
+                    address = address_of(context, builder, x, memory, place)
                     number = emit_broadcast(builder, builder.load(address))
                     before = tile[row + column]
                     tile[row + column] = emit_fma(builder, number, weights, before)
-
-            def multiply_pair(further_on: int, column: int, pairs: Any) -> None:
-                for row, address in places(further_on):
-                    numbers = emit_pair_broadcast(builder, address)
-                    before = tile[row + column]
-                    tile[row + column] = emit_pair_products(builder, before, numbers, pairs)
+                    place = builder.add(place, step)
 
             loaded = (cgutils.unpack_tuple(builder, each) for each in tuples)
-            use = _in_pairs(builder, multiply_pair) if written == PAIRS else multiply
-            _emit_weights(kind, use, builder, at, above, *loaded)
+            _emit_weights(kind, multiply, builder, at, above, *loaded)
             return context.make_tuple(builder, sums, tile)
 
         return sums(sums, x, place, stride, q, upper, scales, offsets), code
@@ -311,6 +268,6 @@ def unpacking(kind: Format, written: int, columns: int = 0) -> Unpacking:
         write,
         add,
     ):  # the cache of compiled code tells them apart by name
-        each.__name__ = f"{each.__name__}_{kind.name}_{written}_{columns}"
+        each.__name__ = f"{each.__name__}_{kind.name}_{columns}"
     intrinsics = (intrinsic(each) for each in (scales, offsets, write, add))
     return Unpacking(columns * WIDTH, _step(kind), *intrinsics)

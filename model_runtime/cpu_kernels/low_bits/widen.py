@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any
 
 from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, no_sums, store_sums
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
-from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import PAIRS, unpacking
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 # How far ahead memory is prefetched: more than a latency of 100 ns at 30 GB/s, and not much more.
@@ -38,17 +38,16 @@ def _begin(kind: Format) -> Any:
 
 
 @cache
-def _widener_of(kind: Format, written: int) -> Any:
+def _widener_of(kind: Format) -> Any:
     """Compiled: widen(panel, first, end, out), for one format."""
-    width, step, scales_of, offsets_of, write, _ = unpacking(kind, written)
+    width, step, scales_of, offsets_of, write, _ = unpacking(kind)
     begin_group, group = _begin(kind), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     step_bytes = step * PANEL * kind.lower_bits // 8
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
-    column_step = 2 if written == PAIRS else 1
 
     @jit(borrows=True)
-    def widen(panel: int, first: int, end: int, out: Numbers) -> None:
+    def widen(panel: int, first: int, end: int, out: Floats) -> None:
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
             for column in range(0, PANEL, width):
@@ -56,7 +55,7 @@ def _widener_of(kind: Format, written: int) -> Any:
                 offsets = offsets_of(head, scales_at, column, scales)
                 above = scales_at + scale_bytes + above_bytes * column
                 at = scales_at + scale_bytes + upper_bytes + column * column_bytes
-                place = (start - first) * PANEL + column * column_step
+                place = (start - first) * PANEL + column
                 for _ in range(0, group, step):
                     write(out, place, at, above, scales, offsets)
                     place += step * PANEL
@@ -66,9 +65,9 @@ def _widener_of(kind: Format, written: int) -> Any:
 
 
 @cache
-def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
+def _adder_of(kind: Format, num_rows: int) -> Any:
     """Compiled: add(panel, first, end, x, top, sums), for one format."""
-    unpacked = unpacking(kind, written, 0 if num_rows == 1 else _FEW_COLUMNS)
+    unpacked = unpacking(kind, 0 if num_rows == 1 else _FEW_COLUMNS)
     width, step, scales_of, offsets_of, _, add = unpacked
     begin_group, group = _begin(kind), kind.group
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
@@ -77,7 +76,7 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
     columns = width // WIDTH
 
     @jit(borrows=True)
-    def add_rows(panel: int, first: int, end: int, x_RK: Numbers, top: int, sums: Floats) -> None:
+    def add_rows(panel: int, first: int, end: int, x_RK: Floats, top: int, sums: Floats) -> None:
         stride = x_RK.shape[1]
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
@@ -100,38 +99,37 @@ def _adder_of(kind: Format, written: int, num_rows: int) -> Any:
 
 
 @cache
-def widener(numbers: tuple[int, ...], written: int) -> Any:
+def widener(numbers: tuple[int, ...]) -> Any:
     """Compiled: widen(number, panel, first, end, out), for the formats of these numbers.
 
     It writes inputs `first` to `end` - 1 of the panel at an address to `out`, [end - first, 64].
-    Both are multiples of 32. `written`: FLOATS; ROUNDED for values that are rounded to bfloat16 and
-    stored as float32; PAIRS for uint16 with the pairs of bf16_dot.py.
+    Both are multiples of 32.
     """
-    run = chooser((each, _widener_of(FORMATS[each], written)) for each in numbers)
+    run = chooser((each, _widener_of(FORMATS[each])) for each in numbers)
 
     @jit()
-    def widen(number: int, panel: int, first: int, end: int, out: Numbers) -> None:
+    def widen(number: int, panel: int, first: int, end: int, out: Floats) -> None:
         run(number, (panel, first, end, out))
 
     return widen
 
 
 @cache
-def few_rows_adder(numbers: tuple[int, ...], written: int) -> Any:
+def few_rows_adder(numbers: tuple[int, ...]) -> Any:
     """Compiled: add(number, panel, first, end, x_RK, top, num_rows, sums), for these formats.
 
     It writes the products of `num_rows` rows, one of FEW_ROWS, from `top` on with inputs `first` to
     `end` - 1 of a panel to `sums`, [R, 64].
     """
     add_1, add_2, add_4 = (
-        chooser((each, _adder_of(FORMATS[each], written, rows)) for each in numbers)
+        chooser((each, _adder_of(FORMATS[each], rows)) for each in numbers)
         for rows in (FEW_ROWS if len(FEW_ROWS) > 1 else (1, 1, 1))
     )
     has_few = len(FEW_ROWS) > 1
 
     @jit()
     def add(
-        number: int, panel: int, first: int, end: int, x_RK: Numbers, top: int, num_rows: int,
+        number: int, panel: int, first: int, end: int, x_RK: Floats, top: int, num_rows: int,
         sums: Floats,
     ) -> None:  # fmt: skip
         arguments = (panel, first, end, x_RK, top, sums)

@@ -51,9 +51,10 @@ class LowBitLinear(nn.Module):
         parts = []
         for first in range(0, num_panels, _PANELS_AT_ONCE):
             end = min(num_panels, first + _PANELS_AT_ONCE)
-            part_NK = widened(self.panels, self.weight.dtype, first, end)
-            parts.append(nn.functional.linear(x, part_NK))
-        out = torch.cat(parts, dim=-1)
+            # Products in bfloat16 do not round the weight, either.
+            part_NK = widened(self.panels, torch.float32, first, end)
+            parts.append(nn.functional.linear(x.float(), part_NK))
+        out = torch.cat(parts, dim=-1).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 

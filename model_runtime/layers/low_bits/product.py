@@ -12,7 +12,7 @@ import torch
 from ropewalk.model_runtime.cpu_kernels.low_bits.aligned import aligned, are_aligned
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, block_outputs
 from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import RowProducts
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear
 from ropewalk.model_runtime.layers.merged_linear import merged_bias
 from ropewalk.model_runtime.layers.packed_product import (
@@ -78,5 +78,6 @@ class LowBitProduct(PackedProduct):
         chain = workshop.chain(num_outputs, self.in_features, has_bias=bias_N is not None)
         self._skinny = self._row_products(chain)
 
-    def _multiplying(self) -> Multiplying:
-        return self._kernels.multiplying
+    def _row_products(self, chain: int) -> RowProducts:
+        assert self._panels is not None
+        return self._kernels.row_products(self._panels, chain)

@@ -7,8 +7,8 @@ from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.experts.products import ExpertProduct
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_products import (
-    RoundedProducts,
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (
+    GroupedProducts,
     rounding_of,
 )
 from ropewalk.model_runtime.layers.experts.packed import PackedExperts
@@ -25,9 +25,9 @@ def round_activations(model: nn.Module, dtype: torch.dtype) -> bool:
     has_experts = _round_experts(model)
     if not formats - {FLOAT32}:
         return has_experts
-    rounding = rounding_of(formats, dtype)
+    grouping = rounding_of(formats, dtype)
     for product in products:
-        product.round_rows(partial(RoundedProducts, rounding=rounding))
+        product.round_rows(partial(GroupedProducts, grouping=grouping))
     return True
 
 

@@ -140,9 +140,9 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     whole = packed(x)
     for rows in ROWS:
         assert torch.equal(packed(x[:rows]), whole[:rows]), rows
-    weight = widened(low.panels, torch.float32 if dtype == torch.float32 else dtype)
+    weight = widened(low.panels, torch.float32)
     plain = nn.Linear(num_inputs, num_outputs).requires_grad_(requires_grad=False)
-    plain.weight.copy_(weight.float())
+    plain.weight.copy_(weight)
     plain.bias.copy_(low.bias.float())
     if not multiplies_pairs(dtype):
         assert torch.equal(whole, PackedLinear(plain)(x.float()).to(dtype))
@@ -151,8 +151,28 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     size = float((x.double().abs() @ plain.weight.double().abs().T).max())
     bound = rounding * expected.abs() + 1e-6 * size
     assert bool(((whole.double() - expected).abs() <= bound).all())
+    # Rounding each weight to bfloat16 would change about half of the outputs.
+    assert float((whole == expected.to(dtype)).float().mean()) > 0.97 or dtype == torch.float32
     # torch rounds the product before it adds the bias.
     assert bool(((low(x).double() - expected).abs() <= 2 * bound + rounding * 4).all())
+
+
+@pytest.mark.parametrize("type_name", sorted(BY_TYPE))
+def test_a_single_number_of_a_bfloat16_row_finds_its_weight(type_name: str) -> None:
+    """Each input has its own place in the order of pairs, in any number of rows."""
+    num_inputs = max(BY_TYPE[type_name].block, 96)
+    low = linear_of(type_name, 64, num_inputs, torch.bfloat16)
+    low.bias = None
+    packed = PackedLinear(low)
+    rows = torch.eye(num_inputs, dtype=torch.bfloat16)
+    found = packed(rows)
+    expected = widened(low.panels, torch.float32).T
+    # A weight of a format with minima is the sum of two rounded products here.
+    assert torch.allclose(
+        found.float(), expected, rtol=2**-8, atol=1e-6 * float(expected.abs().max())
+    )
+    for first in range(0, num_inputs, 7):
+        assert torch.equal(packed(rows[first : first + 1]), found[first : first + 1])
 
 
 @pytest.mark.long

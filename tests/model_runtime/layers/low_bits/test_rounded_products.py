@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
-from ropewalk.model_runtime.cpu_kernels.low_bits.panels import widened
-from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INSTRUCTION
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_products import (
-    RoundedProducts,
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (
+    GroupedProducts,
     rounding_of,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.integer_dot import INSTRUCTION
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import (
     ORDERS,
     places_of,
     rounder,
 )
+from ropewalk.model_runtime.cpu_kernels.low_bits.panels import widened
+from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
 from ropewalk.model_runtime.cpu_kernels.simd import vectors
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
@@ -97,7 +97,7 @@ def test_a_row_that_is_not_finite_has_no_finite_product(wrong: float) -> None:
     x_RK = rows(2, 96)
     x_RK[1, 40] = wrong
     kernels = LowBits([panels.kind], torch.float32)
-    products = RoundedProducts(
+    products = GroupedProducts(
         kernels.panels([panels], None), rounding_of([panels.kind], torch.float32)
     )
     found = products.multiply(x_RK)
@@ -190,7 +190,7 @@ def digest() -> str:
         panels = panels_of(type_name, random_rows(type_name, 130, 512))
         kernels = LowBits([panels.kind], torch.float32)
         rounding = rounding_of([panels.kind], torch.float32)
-        products = RoundedProducts(kernels.panels([panels], None), rounding)
+        products = GroupedProducts(kernels.panels([panels], None), rounding)
         x_RK = rows(40, 512)
         x_RK[1] = 1  # all codes are 127, so sums of sixteen bits are as large as they can be
         for part in (x_RK[:1], x_RK[1:2], x_RK[:7], x_RK):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import INTS, MOST_CODE
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.integer_dot import INTS, MOST_CODE
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     address_of,
@@ -67,12 +67,13 @@ class Places(NamedTuple):
 
 
 @jit(inline=True)
-def places_of(num_inputs: int, num_orders: int) -> Places:
-    """Return the places of a record."""
-    scales = num_orders * num_inputs
-    sums = scales + num_inputs // GROUP * 4
-    half_sums = sums + num_inputs // GROUP * _SUM_BYTES
-    end = half_sums + num_inputs // HALF * _SUM_BYTES
+def places_of(num_inputs: int, num_orders: int, in_pairs: int = 0) -> Places:
+    """Return the places of a record. `in_pairs`: it is one of `paired_rows.py`, without scales."""
+    scales = num_orders * num_inputs * (2 if in_pairs else 1)
+    sums = scales + (0 if in_pairs else num_inputs // GROUP * 4)
+    sum_bytes = 4 if in_pairs else _SUM_BYTES
+    half_sums = sums + num_inputs // GROUP * sum_bytes
+    end = half_sums + num_inputs // HALF * sum_bytes
     return Places(scales, sums, half_sums, -(-end // _LINE_BYTES) * _LINE_BYTES)
 
 
@@ -187,15 +188,15 @@ def _group_rounder(num_orders: int) -> Any:
     return intrinsic(round_group)
 
 
-class Rounder(NamedTuple):
-    """The compiled functions that round rows of one number type."""
+class RowMaker(NamedTuple):
+    """The compiled functions that make records of rows of one number type."""
 
     rows: Any  # (x_RK) -> records [R, B], and the rows in float32
     part: Any  # (x_RK, wide_RK, records_RB, first, end): the same for some rows
 
 
 @cache
-def rounder(num_orders: int, is_bfloat16: int) -> Rounder:
+def rounder(num_orders: int, is_bfloat16: int) -> RowMaker:
     """Return the functions for rows of float32, or of bfloat16's bits. K is a multiple of 32.
 
     Rows of float32 are their own copy in float32.
@@ -230,4 +231,4 @@ def rounder(num_orders: int, is_bfloat16: int) -> Rounder:
         round_part(x_RK, wide_RK, records_RB, 0, num_rows)
         return records_RB, wide_RK
 
-    return Rounder(round_rows, round_part)
+    return RowMaker(round_rows, round_part)

@@ -1,18 +1,20 @@
-"""Rounded rows times weights of few bits, in integers.
+"""Rows times weights of few bits, whose scales multiply the sums of groups.
 
-The products of a group are summed in integers, exactly. A sum becomes float32 and is multiplied by
-both scales, and these numbers are added in the order of the groups. No operation is fused with
-another, so a row has the same bits in any batch, on every processor.
-
+Rounded rows are multiplied in integers. The products of a group are summed exactly. A sum becomes
+float32 and is multiplied by both scales, and these numbers are added in the order of the groups. No
+operation is fused with another, so a row has the same bits in any batch, on every processor.
 Formats with minima add the group's offset times the scaled sum of the row's codes.
 
-The outputs of weights in float32 that share an input with others are products of the rows before
-rounding, as in `products.py`.
+Rows of bfloat16 are multiplied in pairs by the integers of weights, which are exact in bfloat16.
+So neither is rounded, and the scale needs no product for each weight.
+
+The outputs of weights in float32 that share an input with others are products of the rows in
+float32, before rounding, as in `products.py`.
 
 Shapes: R = rows, K = inputs, N = outputs, B = bytes of a record (rounded_rows.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,18 +32,20 @@ from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_of, chunk_unpacker
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, FORMATS, Format
-from ropewalk.model_runtime.cpu_kernels.low_bits.products import table_at
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.group_dots import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.group_dots import (
+    Dots,
     few_rows_adder,
     group_adder,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.integer_dot import num_shorts
-from ropewalk.model_runtime.cpu_kernels.low_bits.rounded.rounded_rows import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.integer_dot import num_shorts
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.paired_rows import pairer
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import (
     Records,
+    RowMaker,
     places_of,
     rounder,
 )
-from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import table_at
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, vectors
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
@@ -55,14 +59,15 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
 )
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for, take_next
 
-_MOST_ROWS = 128  # whose sums are kept while a panel is read once
-_INPUTS = 256  # of a panel that are bytes in the level-1 cache
+_MOST_ROWS = 256  # whose sums are kept while a panel is read once
+_INPUTS = 256  # of a panel whose codes are at hand in the level-1 cache
 _LINE_BYTES = 64
 _PARTS_PER_THREAD = 4  # a core may have other work, so threads take parts one by one
 # With so many rows, weights stay in registers for 4, 2 or 1 of them at once. Nine to sixteen rows
 # took 0.8 to 1.2 times as long so as with a chunk, by format, on an AMD EPYC of the fourth
 # generation.
 _MOST_FEW = 8 if WIDTH == 16 else 1
+_MOST_FEW_PAIRS = 4  # eight rows took up to 1.1 times as long so in pairs
 _ROWS_TO_SHARE = 64  # fewer are rounded before another thread has begun
 # Rows of a tile and registers per row, as in skinny_gemm.py. Sums are there twice: of integers, and
 # of float32.
@@ -76,10 +81,11 @@ _TILES = (
 
 
 @cache
-def _tile_adder(group: int, has_minimum: int, shorts: int, num_rows: int, columns: int) -> Any:
+def _tile_adder(group: int, has_minimum: int, dots: Dots, num_rows: int, columns: int) -> Any:
     """Compiled: `num_rows` rows times a chunk of a panel."""
-    add_group = group_adder(group, has_minimum, shorts)
+    add_group = group_adder(group, has_minimum, dots)
     width = columns * WIDTH
+    code_bytes, sum_bytes = dots.code_bytes, dots.sum_bytes
 
     @jit(borrows=True, fuses=False)
     def add_tile(
@@ -92,9 +98,9 @@ def _tile_adder(group: int, has_minimum: int, shorts: int, num_rows: int, column
             tile = load_sums(sums, row * PANEL + column, PANEL, num_rows, columns)
             for start in range(0, num_inputs, group):
                 tile = add_group(
-                    tile, records_RB, codes_at + start, scales_at + start // 32 * 4,
-                    sums_at + start // group * 8, stride, zero,
-                    weights, begin + start * PANEL + column * QUAD,
+                    tile, records_RB, codes_at + start * code_bytes, scales_at + start // 32 * 4,
+                    sums_at + start // group * sum_bytes, stride, zero,
+                    weights, begin + start * PANEL * code_bytes + column * QUAD,
                     scales, start // group * PANEL + column, offsets, columns,
                 )  # fmt: skip
             store_sums(sums, row * PANEL + column, PANEL, tile, columns)
@@ -103,10 +109,10 @@ def _tile_adder(group: int, has_minimum: int, shorts: int, num_rows: int, column
 
 
 @cache
-def _rows_adder(group: int, has_minimum: int, shorts: int) -> Any:
+def _rows_adder(group: int, has_minimum: int, dots: Dots) -> Any:
     """Compiled: any number of rows, times a chunk of a panel."""
     adders = {
-        num_rows: _tile_adder(group, has_minimum, shorts, num_rows, columns)
+        num_rows: _tile_adder(group, has_minimum, dots, num_rows, columns)
         for num_rows, columns in _TILES
     }
     most, add_most = next(iter(adders.items()))
@@ -142,25 +148,26 @@ def _rows_adder(group: int, has_minimum: int, shorts: int) -> Any:
 
 
 @cache
-def _chunk_adder(kind: Format, num_orders: int) -> Any:
+def _chunk_adder(kind: Format, num_orders: int, *, in_pairs: bool) -> Any:
     """Compiled: rows times inputs `chunk` to `stop` - 1 of a panel, in one format."""
-    unpack = chunk_unpacker(kind)
+    unpack = chunk_unpacker(kind, in_pairs=in_pairs)
     order, zero, most = bytes_of(kind)
-    shorts = num_shorts(most)
-    add_rows = _rows_adder(kind.group, int(kind.has_minimum), shorts)
+    dots = Dots(in_pairs=True) if in_pairs else Dots(num_shorts(most))
+    add_rows = _rows_adder(kind.group, int(kind.has_minimum), dots)
     sizes = (min(rows, _MOST_FEW) for rows in (1, 2, 4))  # others are not compiled
-    add_1, add_2, add_4 = (few_rows_adder(kind, shorts, rows) for rows in sizes)
-    group, few = kind.group, _MOST_FEW
+    add_1, add_2, add_4 = (few_rows_adder(kind, dots, rows) for rows in sizes)
+    group, few = kind.group, _MOST_FEW_PAIRS if in_pairs else _MOST_FEW
+    pairs, code_bytes, sum_bytes = int(in_pairs), dots.code_bytes, dots.sum_bytes
 
     @jit(borrows=True)
     def add_chunk(
         panel: int, records_RB: Records, top: int, num_rows: int, num_inputs: int, chunk: int,
         stop: int, weights: Records, begin: int, scales: Floats, offsets: Floats, sums: Floats,
     ) -> None:  # fmt: skip
-        places = places_of(num_inputs, num_orders)
-        codes_at = order * num_inputs + chunk
+        places = places_of(num_inputs, num_orders, pairs)
+        codes_at = (order * num_inputs + chunk) * code_bytes
         scales_at = places.scales + chunk // 32 * 4
-        sums_at = (places.sums if group == 32 else places.half_sums) + chunk // group * 8
+        sums_at = (places.sums if group == 32 else places.half_sums) + chunk // group * sum_bytes
         if num_rows <= few:
             row = 0
             while row < num_rows:
@@ -191,7 +198,7 @@ def _chunk_adder(kind: Format, num_orders: int) -> Any:
 @cache
 def _floats_adder() -> Any:
     """Compiled: rows before rounding, times a panel of float32."""
-    widen = widener((FLOAT32.number,), FLOATS)
+    widen = widener((FLOAT32.number,))
     add_rows = rows_adder(add_products, 1, 0)
 
     @jit()
@@ -208,11 +215,15 @@ def _floats_adder() -> Any:
 
 
 @cache
-def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> Any:
-    """Compiled: rounded rows times panels of the formats with these numbers."""
-    add_chunk = chooser((each, _chunk_adder(FORMATS[each], num_orders)) for each in numbers)
+def _multiplier(
+    numbers: tuple[int, ...], num_orders: int, has_floats: int, *, in_pairs: bool
+) -> Any:
+    """Compiled: records of rows times panels of the formats with these numbers."""
+    add_chunk = chooser(
+        (each, _chunk_adder(FORMATS[each], num_orders, in_pairs=in_pairs)) for each in numbers
+    )
     add_floats = _floats_adder() if has_floats else add_chunk
-    floats = FLOAT32.number
+    floats, chunk_bytes = FLOAT32.number, _INPUTS * PANEL * (2 if in_pairs else 1)
 
     @jit()
     def multiply(
@@ -221,14 +232,15 @@ def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> A
     ) -> None:  # fmt: skip
         """Write the outputs of panels `first_panel` to `end_panel` - 1.
 
-        `rows`: records, and the rows in float32. `layout` is the address of the table of panels.
+        `rows`: records, and the rows in float32, if there are weights in float32. `layout` is the
+        address of the table of panels.
         """
         records_RB, x_RK = rows
         num_all, num_inputs = x_RK.shape
         table_P2 = carray(table_at(layout), (end_panel, 2))
         sums = np.empty((min(num_all, _MOST_ROWS), PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
-        weights = np.empty(_INPUTS * PANEL + _LINE_BYTES, np.uint8)
+        weights = np.empty(chunk_bytes + _LINE_BYTES, np.uint8)
         begin = -weights.ctypes.data % _LINE_BYTES
         scales = np.empty(_INPUTS // 16 * PANEL, np.float32)
         offsets = np.empty(_INPUTS // 16 * PANEL, np.float32)
@@ -252,25 +264,45 @@ def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> A
     return multiply
 
 
-class Rounding(NamedTuple):
-    """The way to multiply rounded rows by the panels of a model."""
+class Grouping(NamedTuple):
+    """The way to multiply rows by the panels of a model, group by group."""
 
     multiplying: Multiplying  # its rows are records, and the rows in float32
-    num_orders: int
-    round_part: Any  # of many rows (rounded_rows.py)
+    record_bytes: Callable[[int], int]  # of a row with so many inputs
+    is_widened: bool  # whether products also read rows in float32, which are no others
+    make_part: Any  # of the records of many rows (`RowMaker`)
 
 
-def rounding_of(formats: Iterable[Format], dtype: torch.dtype) -> Rounding:
-    """Return the way for panels of these formats and rows of a number type.
+def rounding_of(formats: Iterable[Format], dtype: torch.dtype) -> Grouping:
+    """Return the way for rows of a number type that are rounded to eight bits.
 
-    One of the formats has few bits.
+    One of the formats of the panels has few bits.
     """
-    kinds = set(formats)
-    numbers = numbers_of(kinds - {FLOAT32})
+    is_bfloat16 = dtype == torch.bfloat16
+    return _grouping(
+        set(formats), dtype, lambda orders, _: rounder(orders, int(is_bfloat16)), in_pairs=False
+    )._replace(is_widened=is_bfloat16)
+
+
+def pairing_of(formats: Iterable[Format]) -> Grouping:
+    """Return the way for rows of bfloat16 that are multiplied in pairs, as they are."""
+    return _grouping(set(formats), torch.bfloat16, pairer, in_pairs=True)
+
+
+def _grouping(
+    kinds: set[Format], dtype: torch.dtype, maker: Callable[[int, int], RowMaker], *, in_pairs: bool
+) -> Grouping:
+    """Return a way. `maker`: of records, from the number of orders and whether there are floats."""
+    numbers, has_floats = numbers_of(kinds - {FLOAT32}), FLOAT32 in kinds
     num_orders = 1 + max(bytes_of(FORMATS[each]).order for each in numbers)
-    rows, part = rounder(num_orders, int(dtype == torch.bfloat16))
-    multiply = _multiplier(numbers, num_orders, int(FLOAT32 in kinds))
-    return Rounding(Multiplying(dtype, 1, rows, multiply), num_orders, part)
+    rows, make_part = maker(num_orders, int(has_floats))
+    multiply = _multiplier(numbers, num_orders, int(has_floats), in_pairs=in_pairs)
+    return Grouping(
+        Multiplying(dtype, 2 if in_pairs else 1, rows, multiply),
+        lambda num_inputs: places_of(num_inputs, num_orders, int(in_pairs)).num_bytes,
+        has_floats,
+        make_part,
+    )
 
 
 @cache
@@ -292,12 +324,12 @@ def _taker(multiply: Any) -> Any:
     return take_parts
 
 
-class RoundedProducts(RowProducts):
-    """Rows times one weight in panels of few bits; the rows are rounded to eight bits."""
+class GroupedProducts(RowProducts):
+    """Rows times one weight in panels of few bits, group by group."""
 
-    def __init__(self, panels: Panels, rounding: Rounding) -> None:
-        super().__init__(panels, panels.num_inputs, rounding.multiplying)
-        self._rounding = rounding
+    def __init__(self, panels: Panels, grouping: Grouping) -> None:
+        super().__init__(panels, panels.num_inputs, grouping.multiplying)
+        self._grouping = grouping
 
     def multiply(self, x_RK: Numbers) -> Numbers:
         """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
@@ -308,21 +340,20 @@ class RoundedProducts(RowProducts):
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
         taken, part_panels = np.zeros(1, np.int64), num_panels // (_PARTS_PER_THREAD * num_threads)
         arguments = (
-            taken, max(1, part_panels), num_panels, self._rounded(x_RK, num_threads),
+            taken, max(1, part_panels), num_panels, self._records(x_RK, num_threads),
             self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
         )  # fmt: skip
         parallel_for(lambda _: take_parts(*arguments), range(num_threads))
         return out_RN
 
-    def _rounded(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Floats]:
+    def _records(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
         """Return the records of rows, and the rows in float32; threads share many rows."""
-        multiplying, num_orders, round_part = self._rounding
+        multiplying, record_bytes, is_widened, make_part = self._grouping
         if len(x_RK) < _ROWS_TO_SHARE:
-            found: tuple[Records, Floats] = multiplying.rows_for(x_RK)
+            found: tuple[Records, Numbers] = multiplying.rows_for(x_RK)
             return found
-        wide_RK: Any = x_RK if x_RK.dtype == np.float32 else np.empty(x_RK.shape, np.float32)
-        size = places_of(x_RK.shape[1], num_orders).num_bytes
-        records_RB = np.empty((len(x_RK), size), np.uint8)
+        wide_RK: Any = np.empty(x_RK.shape, np.float32) if is_widened else x_RK
+        records_RB = np.empty((len(x_RK), record_bytes(x_RK.shape[1])), np.uint8)
         parts = even_shares(len(x_RK), 1, num_threads)
-        parallel_for(lambda part: round_part(x_RK, wide_RK, records_RB, *part), parts)
+        parallel_for(lambda part: make_part(x_RK, wide_RK, records_RB, *part), parts)
         return records_RB, wide_RK

@@ -1,1 +1,0 @@
-"""Products of rows in eight bits with weights in few bits."""
