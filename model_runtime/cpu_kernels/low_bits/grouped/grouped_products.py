@@ -67,7 +67,6 @@ _PARTS_PER_THREAD = 4  # a core may have other work, so threads take parts one b
 # took 0.8 to 1.2 times as long so as with a chunk, by format, on an AMD EPYC of the fourth
 # generation.
 _MOST_FEW = 8 if WIDTH == 16 else 1
-_MOST_FEW_PAIRS = 4  # eight rows took up to 1.1 times as long so in pairs
 _ROWS_TO_SHARE = 64  # fewer are rounded before another thread has begun
 # Rows of a tile and registers per row, as in skinny_gemm.py. Sums are there twice: of integers, and
 # of float32.
@@ -156,7 +155,7 @@ def _chunk_adder(kind: Format, num_orders: int, *, in_pairs: bool) -> Any:
     add_rows = _rows_adder(kind.group, int(kind.has_minimum), dots)
     sizes = (min(rows, _MOST_FEW) for rows in (1, 2, 4))  # others are not compiled
     add_1, add_2, add_4 = (few_rows_adder(kind, dots, rows) for rows in sizes)
-    group, few = kind.group, _MOST_FEW_PAIRS if in_pairs else _MOST_FEW
+    group, few = kind.group, _MOST_FEW
     pairs, code_bytes, sum_bytes = int(in_pairs), dots.code_bytes, dots.sum_bytes
 
     @jit(borrows=True)
