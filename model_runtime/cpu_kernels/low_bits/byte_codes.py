@@ -30,6 +30,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
     emit_rotated,
+    emit_shifted,
     emit_words,
     further,
 )
@@ -64,10 +65,6 @@ def bytes_of(kind: Format) -> Bytes:
 
 def _mask(builder: Any, words: Any, byte: int) -> Any:
     return builder.and_(words, constant_ints(byte * 0x0101_0101))
-
-
-def _shifted(builder: Any, words: Any, amount: int) -> Any:
-    return builder.lshr(words, constant_ints(amount)) if amount else words
 
 
 def _of_bytes(kind: Format, builder: Any, at: Any) -> Iterator[Any]:
@@ -118,7 +115,7 @@ def _of_halves(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[Any]
     for unit in range(kind.group // 8):
         words = emit_words(builder, further(builder, at, unit * PANEL * 4))
         for shift in (0, 4):
-            found = _mask(builder, _shifted(builder, words, shift), 15)
+            found = _mask(builder, emit_shifted(builder, words, shift), 15)
             if kind.table:
                 found = _looked_up(builder, kind.table, found)
             if upper is not None:
@@ -140,7 +137,7 @@ def _of_quarters(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[An
     for unit in range(kind.group // 16):
         words = emit_words(builder, further(builder, at, unit * PANEL * 4))
         for index in range(QUAD):
-            found = _mask(builder, _shifted(builder, words, 2 * index), 3)
+            found = _mask(builder, emit_shifted(builder, words, 2 * index), 3)
             if upper is not None:
                 moved = emit_rotated(builder, upper, [2 * index, 2 * index + 1])
                 found = builder.or_(found, _mask(builder, moved, 4))

@@ -95,13 +95,18 @@ def emit_joined(builder: Any, parts: Sequence[tuple[Any, int, int]], to: int) ->
     return _moved(builder, joined, place, to)
 
 
+def emit_shifted(builder: Any, words: Any, amount: int) -> Any:
+    """Emit words whose bits are moved down."""
+    return builder.lshr(words, constant_ints(amount)) if amount else words
+
+
 def emit_rotated(builder: Any, words: Any, amounts: list[int]) -> Any:
     """Emit words whose bits are rotated to the right; `amounts` are repeated over the lanes."""
     bits = _WORD_BITS // len(amounts)
     kind = ir.VectorType(ir.IntType(bits), WIDTH * len(amounts))
     moved, by = builder.bitcast(words, kind), ir.Constant(kind, amounts * WIDTH)
     return builder.bitcast(
-        _called(builder, f"llvm.fshr.v{kind.count}i{bits}", kind, moved, moved, by), _INTS
+        called(builder, f"llvm.fshr.v{kind.count}i{bits}", kind, moved, moved, by), _INTS
     )
 
 
@@ -184,7 +189,7 @@ def emit_looked_up(builder: Any, table: tuple[int, ...], zero: int, words: Any, 
         floats = ir.VectorType(ir.FloatType(), WIDTH)
         numbers = ir.Constant(floats, [float(each - zero) for each in table])
         # It reads the lowest four bits of each lane.
-        return _called(builder, "llvm.x86.avx512.permvar.sf.512", floats, numbers, words)
+        return called(builder, "llvm.x86.avx512.permvar.sf.512", floats, numbers, words)
     places = builder.and_(words, constant_ints(15))
     numbers = _chosen(builder, table, places, WIDTH)
     if zero:
@@ -192,7 +197,8 @@ def emit_looked_up(builder: Any, table: tuple[int, ...], zero: int, words: Any, 
     return emit_floats(builder, numbers)
 
 
-def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
+def called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
+    """Emit a call of one of LLVM's instructions by its name."""
     kind = ir.FunctionType(returns, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
@@ -207,7 +213,7 @@ def _chosen(builder: Any, table: tuple[int, ...], places: Any, width: int) -> An
         return _one_by_one(builder, table, places, width)
     kind = ir.VectorType(ir.IntType(8), size)
     repeated = ir.Constant(kind, list(table) * (size // len(table)))
-    chosen = _called(builder, name, kind, repeated, builder.bitcast(places, kind))
+    chosen = called(builder, name, kind, repeated, builder.bitcast(places, kind))
     return builder.bitcast(chosen, places.type)
 
 

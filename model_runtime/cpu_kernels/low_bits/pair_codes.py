@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
+    called,
     constant_ints,
     emit_floats,
     emit_rotated,
+    emit_shifted,
     emit_signed,
     emit_words,
     further,
@@ -55,13 +56,7 @@ def _looked_up(builder: Any, codes: Sequence[int], places: Any) -> Any:
     if len(codes) > _TABLE:
         values.append(_table(codes[_TABLE:]))
         name = _LOOK_UP_IN_TWO
-    function = ir.FunctionType(_SHORTS, [_SHORTS] * len(values))
-    called = cgutils.get_or_insert_function(builder.module, function, name)
-    return builder.bitcast(builder.call(called, values), _INTS)
-
-
-def _shifted(builder: Any, words: Any, amount: int) -> Any:
-    return builder.lshr(words, constant_ints(amount)) if amount else words
+    return builder.bitcast(called(builder, name, _SHORTS, *values), _INTS)
 
 
 def _of_bytes(kind: Format, builder: Any, at: Any) -> Iterator[Any]:
@@ -76,7 +71,7 @@ def _of_bytes(kind: Format, builder: Any, at: Any) -> Iterator[Any]:
                 for k in (j, j + 4)
             )
             # An integer of eight bits has zeros in the lower half of its float.
-            yield builder.or_(_shifted(builder, low, 16), high)
+            yield builder.or_(emit_shifted(builder, low, 16), high)
 
 
 def emit_pair_codes(kind: Format, builder: Any, at: Any, above: Any) -> Iterator[Any]:
@@ -97,7 +92,7 @@ def emit_pair_codes(kind: Format, builder: Any, at: Any, above: Any) -> Iterator
     for unit in range(kind.group // size):
         words = emit_words(builder, further(builder, at, unit * PANEL * kind.unit_bytes))
         for j in range(size // 2):
-            places = _shifted(builder, words, lower * j)
+            places = emit_shifted(builder, words, lower * j)
             if upper is not None:
                 # Upper bits are moved to their places above the lower ones (`upper_place`).
                 amounts = (

@@ -7,8 +7,8 @@ The table of a product has a row for each panel: its address and the number of i
 linears that share an input may have different formats.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -100,28 +100,26 @@ class LowBits:
         """
         kinds = set(formats)
         self.dtype = dtype
-        self._pairing: Any = None
+        self._in_pairs: Callable[[Panels], RowProducts] | None = None
         if not has_float_rows and multiplies_pairs(dtype) and kinds - {FLOAT32}:
             # Models in float32 do not import these kernels.
             from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (  # noqa: PLC0415
+                GroupedProducts,
                 pairing_of,
             )
 
-            self._pairing = pairing_of(kinds)
-            self.multiplying: Multiplying = self._pairing.multiplying
+            grouping = pairing_of(kinds)
+            self._in_pairs = partial(GroupedProducts, grouping=grouping)
+            self.multiplying = grouping.multiplying
         else:
             rows_for = as_they_are if dtype == torch.float32 else widened
             self.multiplying = Multiplying(dtype, 1, rows_for, _multiplier(numbers_of(kinds)))
 
     def row_products(self, panels: Panels, chain: int) -> RowProducts:
         """Return the product of rows by panels. `chain`: inputs of one chain of sums."""
-        if self._pairing is None:
-            return RowProducts(panels, chain, self.multiplying)
-        from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.grouped_products import (  # noqa: PLC0415
-            GroupedProducts,
-        )
-
-        return GroupedProducts(panels, self._pairing)
+        if self._in_pairs is not None:
+            return self._in_pairs(panels)
+        return RowProducts(panels, chain, self.multiplying)
 
     def panels(self, weights: Sequence[LowBitPanels], bias_N: Tensor | None) -> Panels:
         """Return the panels of several weights with outputs one after the other."""

@@ -11,7 +11,6 @@ Shapes: R = rows, K = inputs, B = bytes of a record.
 from functools import cache
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -25,6 +24,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import (
     Records,
     RowMaker,
     places_of,
+    row_maker,
 )
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, emit_load
 
@@ -116,15 +116,4 @@ def pairer(num_orders: int, is_widened: int) -> RowMaker:
                     record + places.sums + 4 * group, record + places.half_sums + 8 * group,
                 )  # fmt: skip
 
-    @jit()
-    def pair_rows(x_RK: Numbers) -> tuple[Records, Numbers]:
-        num_rows, num_inputs = x_RK.shape
-        wide_RK: Any = x_RK
-        if is_widened:
-            wide_RK = np.empty((num_rows, num_inputs), np.float32)
-        num_bytes = places_of(num_inputs, num_orders, 1).num_bytes
-        records_RB = np.empty((num_rows, num_bytes), np.uint8)
-        pair_part(x_RK, wide_RK, records_RB, 0, num_rows)
-        return records_RB, wide_RK
-
-    return RowMaker(pair_rows, pair_part)
+    return row_maker(pair_part, num_orders, 1, is_widened)

@@ -195,6 +195,27 @@ class RowMaker(NamedTuple):
     part: Any  # (x_RK, wide_RK, records_RB, first, end): the same for some rows
 
 
+def row_maker(make_part: Any, num_orders: int, in_pairs: int, is_widened: int) -> RowMaker:
+    """Return the functions that make records by `make_part`, of some or of all rows.
+
+    `is_widened`: rows in float32 are made beside the records. Otherwise the rows themselves take
+    their place.
+    """
+
+    @jit()
+    def make_rows(x_RK: Numbers) -> tuple[Records, Numbers]:
+        num_rows, num_inputs = x_RK.shape
+        wide_RK: Any = x_RK
+        if is_widened:
+            wide_RK = np.empty((num_rows, num_inputs), np.float32)
+        num_bytes = places_of(num_inputs, num_orders, in_pairs).num_bytes
+        records_RB = np.empty((num_rows, num_bytes), np.uint8)
+        make_part(x_RK, wide_RK, records_RB, 0, num_rows)
+        return records_RB, wide_RK
+
+    return RowMaker(make_rows, make_part)
+
+
 @cache
 def rounder(num_orders: int, is_bfloat16: int) -> RowMaker:
     """Return the functions for rows of float32, or of bfloat16's bits. K is a multiple of 32.
@@ -221,14 +242,4 @@ def rounder(num_orders: int, is_bfloat16: int) -> RowMaker:
                     record + places.half_sums + 16 * group,
                 )  # fmt: skip
 
-    @jit()
-    def round_rows(x_RK: Numbers) -> tuple[Records, Floats]:
-        num_rows, num_inputs = x_RK.shape
-        wide_RK: Any = x_RK
-        if is_bfloat16:
-            wide_RK = np.empty((num_rows, num_inputs), np.float32)
-        records_RB = np.empty((num_rows, places_of(num_inputs, num_orders).num_bytes), np.uint8)
-        round_part(x_RK, wide_RK, records_RB, 0, num_rows)
-        return records_RB, wide_RK
-
-    return RowMaker(round_rows, round_part)
+    return row_maker(round_part, num_orders, 0, is_bfloat16)
