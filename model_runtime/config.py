@@ -122,6 +122,15 @@ class EngineConfig:
             self.max_num_seqs, min(num_drafted, MOST_DRAFT_ROWS, self.max_num_batched_tokens)
         )
 
+    @property
+    def max_prompt_rows(self) -> int:
+        """Return the most rows of a captured step with prompts (cuda_graphs.py); 0: none has any.
+
+        A state advances token by token, and a step's rows end with an open page.
+        """
+        is_plain = not self.num_state_slots and not self.seals_pages
+        return self.max_num_batched_tokens if is_plain else 0
+
 
 def with_slots(
     config: EngineConfig,

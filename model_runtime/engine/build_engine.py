@@ -78,6 +78,7 @@ def _built(
             config.max_decode_rows,
             config.num_pages,
             cuda_recorder(checkpoint.device),
+            config.max_prompt_rows,
         )
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     tier = None

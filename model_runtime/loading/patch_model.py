@@ -93,19 +93,20 @@ def with_step_carried(model: nn.Module, run: Callable[[], _Result]) -> _Result:
             return run()
         except StepMissingError as error:
             kind = error.attention
-            if kind in carried or not _takes_keywords(kind):
+            modules = [module for module in model.modules() if type(module) is kind]
+            if kind in carried or not all(_takes_keywords(module) for module in modules):
                 raise
             if not carried:
                 model.register_forward_pre_hook(running.begin, with_kwargs=True)
                 model.register_forward_hook(running.end, always_call=True)
             carried.add(kind)
-            for module in model.modules():
-                if type(module) is kind:
-                    module.register_forward_pre_hook(running.add, with_kwargs=True)
+            for module in modules:
+                module.register_forward_pre_hook(running.add, with_kwargs=True)
 
 
-def _takes_keywords(kind: type[nn.Module]) -> bool:
-    parameters = inspect.signature(kind.forward).parameters.values()
+def _takes_keywords(module: nn.Module) -> bool:
+    # Not its class: the forward of a layer with states is ours (take_over.py).
+    parameters = inspect.signature(module.forward).parameters.values()
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
@@ -143,7 +144,11 @@ class IdentityRotary(Replacement):
 def _example_table(original: nn.Module, example: Tensor, layer_type: str | None) -> Tensor:
     """Return the cosines of one position, or its complex numbers."""
     arguments = () if layer_type is None else (layer_type,)
-    tables = original(example, torch.zeros(1, 1, dtype=torch.long), *arguments)
+    position = torch.zeros(1, 1, dtype=torch.long)
+    try:
+        tables = original(example, position, *arguments)
+    except IndexError:  # Qwen 3.5 of transformers 5.17 expects time, height and width
+        tables = original(example, position.expand(3, 1, 1), *arguments)
     if isinstance(tables, Tensor) and tables.is_complex():
         return tables
     if not (isinstance(tables, tuple) and len(tables) == 2 and tables[0].shape == tables[1].shape):

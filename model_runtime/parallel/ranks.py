@@ -89,12 +89,22 @@ class MirroredRunner(ModelRunner):
         return run
 
     def capture_graphs(
-        self, max_len: int, max_rows: int, spare_page: int, record: Recorder
+        self,
+        max_len: int,
+        max_rows: int,
+        spare_page: int,
+        record: Recorder,
+        max_prompt_rows: int = 0,
     ) -> None:
-        """Capture decode steps on every rank; the gathers in them run while they are captured."""
-        limits = {"max_len": max_len, "max_rows": max_rows, "spare_page": spare_page}
+        """Capture small steps on every rank; the gathers in them run while they are captured."""
+        limits = {
+            "max_len": max_len,
+            "max_rows": max_rows,
+            "spare_page": spare_page,
+            "max_prompt_rows": max_prompt_rows,
+        }
         self._followers.send(Kind.CAPTURE, json_bytes(limits))
-        super().capture_graphs(max_len, max_rows, spare_page, record)
+        super().capture_graphs(record=record, **limits)
 
     def check_device(self) -> None:
         """Wait for the device. Raises if it no longer works, or if the ranks are apart."""

@@ -255,9 +255,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(
-        self, max_len: int, max_rows: int, spare_page: int, record: Recorder
+        self,
+        max_len: int,
+        max_rows: int,
+        spare_page: int,
+        record: Recorder,
+        max_prompt_rows: int = 0,
     ) -> None:
-        """Capture decode steps of up to `max_rows` rows, and replay them from now on.
+        """Capture small steps, and replay them from now on. The limits are those of DecodeGraphs.
 
         Takes seconds. If the capture fails, then kernels are queued one by one. Raises ModelError
         if memory runs out on one of several ranks, because only this rank would give up.
@@ -271,6 +276,7 @@ class ModelRunner:
             max_len=max_len,
             max_rows=max_rows,
             spare_page=spare_page,
+            max_prompt_rows=max_prompt_rows,
             num_groups=self._store.num_groups,
             has_states=self._states is not None,
             **_recorded_own(self._store),
@@ -290,11 +296,15 @@ class ModelRunner:
         _log.info("decode_recorded", sizes=num_recorded, seconds=seconds)
 
     def _single_tokens(self, batch: Batch) -> Tensor:
-        """Run the forward of a decode step, which depends only on the batch's tensors."""
-        return self._forward(batch, self._step(batch), batch.logit_rows_R)
+        """Run the forward of a captured step, which depends only on the batch's tensors."""
+        return self._logits(batch, self._step(batch), batch.logit_rows_R)
+
+    def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
+        return self._logits(batch, step, logit_rows_R).float()
 
     @torch.inference_mode()
-    def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
+    def _logits(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
+        """Return the logits in the model's dtype."""
         try:
             answer = self._model(
                 input_ids=batch.token_ids_1T,
@@ -306,7 +316,7 @@ class ModelRunner:
         except Exception:
             forget_results(self._model)  # a retry needs the memory
             raise
-        logits_RV: Tensor = answer.logits[0].float()
+        logits_RV: Tensor = answer.logits[0]
         return logits_RV
 
     def _pruned_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:

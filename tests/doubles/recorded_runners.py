@@ -46,6 +46,7 @@ def runner_of(
     record: Again | None,
     profiles: Sequence[Profile],
     num_rope_tables: int = 1,
+    max_prompt_rows: int = 0,
 ) -> ModelRunner:
     """A runner with a page that no sequence holds."""
     larger = EngineConfig(
@@ -56,7 +57,8 @@ def runner_of(
     )
     runner = build_runner(checkpoint, larger, profiles)
     if record is not None:
-        runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
+        limits = CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE
+        runner.capture_graphs(*limits, record, max_prompt_rows)
     return runner
 
 
@@ -70,8 +72,10 @@ class Conversations:
         self.lens = [0] * len(profiles)
         self.pages = [list(range(16 * index, 16 * index + 16)) for index in range(len(profiles))]
 
-    def step(self, num_tokens: dict[int, int]) -> tuple[Tensor, Tensor]:
-        """Both runners' logits of the last token of each sequence."""
+    def step(
+        self, num_tokens: dict[int, int], num_logits: dict[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both runners' logits of the last tokens of each sequence; of one token by default."""
         answers = []
         for runner in self.runners:
             spans = []
@@ -79,7 +83,7 @@ class Conversations:
                 first = self.lens[index]
                 tokens = self.tokens[index][first : first + count]
                 table_id = runner.table_id(self.profiles[index])
-                rows = range(count - 1, count)
+                rows = range(count - (num_logits or {}).get(index, 1), count)
                 states = (StatePart(count, index if first else None, index),)
                 if runner._states is None:
                     states = ()

@@ -27,7 +27,7 @@ from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
-from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
+from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
 from ropewalk.model_runtime.state_shape import StatePart
@@ -98,16 +98,17 @@ class CudaMeter:
 
 
 def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> int:
-    """Return the memory of all captured decode steps, in bytes.
+    """Return the memory of all captured steps, in bytes.
 
-    They share the working tensors of one step, because only one runs at a time. Each step also has
-    its own float32 logits and page table (int32).
+    They share the working tensors of one step and float32 logits, because only one runs at a time.
+    Each step has its own page table (int32).
     """
-    sizes = recorded_sizes(config.max_decode_rows)
+    sizes = recorded_sizes(config.max_decode_rows, config.max_prompt_rows)
+    logits_bytes = min(config.max_decode_rows, MOST_RECORDED) * 4 * vocab_size
     num_pages = -(-config.max_model_len // config.page_size)
     num_pages *= config.num_groups
-    own_bytes = sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
-    return working_bytes + own_bytes + WORKSPACE_BYTES
+    own_bytes = sum(sizes) * 4 * num_pages + len(sizes) * GRAPH_BYTES
+    return working_bytes + logits_bytes + own_bytes + WORKSPACE_BYTES
 
 
 def profile_memory(
@@ -155,9 +156,8 @@ def profile_memory(
         if captures_graphs(checkpoint, config):
             meter.reset()
             begun = meter.read()
-            runner.run(
-                decode_step(tried, table_id, checkpoint.vocab_size)
-            )  # sampling is not captured
+            # Sampling is not captured.
+            runner.run(captured_step(tried, table_id, checkpoint.vocab_size))
             working_bytes = meter.read().peak - begun.allocated
             graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size)
     except torch.OutOfMemoryError as error:
@@ -193,9 +193,21 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
         logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)
 
 
+def captured_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
+    """Return the spans of the largest captured step: one token per row, logits for the first."""
+    num_logits = min(config.max_decode_rows, MOST_RECORDED)
+    most = recorded_sizes(config.max_decode_rows, config.max_prompt_rows)[-1]
+    spans = decode_step(replace(config, max_num_seqs=most), table_id, vocab_size)
+    return [span if at < num_logits else _unscored(span) for at, span in enumerate(spans)]
+
+
+def _unscored(span: Span) -> Span:
+    return span._replace(logit_rows=range(0))
+
+
 def decode_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
-    """Return the spans of the largest captured step, one token per row."""
-    most = recorded_sizes(config.max_decode_rows)[-1]
+    """Return the spans of the largest captured step of decodes, one token per row."""
+    most = min(config.max_decode_rows, MOST_RECORDED)
     decodes = replace(config, max_num_seqs=most, max_num_batched_tokens=most, max_num_logit_rows=1)
     return largest_step(decodes, table_id, vocab_size)
 

@@ -106,16 +106,20 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     assert profile.cache_bytes(0.2) < 0
     assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
     sampled_at_once = [(rows, rows, rows)] * (most_drafted > 0)
-    assert steps == [(150, 5, 74), (150, 5, 5), *sampled_at_once, (rows, rows, rows)]
+    assert steps == [(150, 5, 74), (150, 5, 5), *sampled_at_once, (150, 150, rows)]
 
 
-def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
-    """The recorded sizes are 1, 2, 4 and 5 sequences, and 200 positions are 13 pages."""
-    own_bytes = 12 * 4 * (2048 + 13) + 4 * GRAPH_BYTES
+def test_captured_steps_share_all_but_page_tables() -> None:
+    """Steps have 1, 2, 4 and 5 rows, and with prompts 8 to 150. 200 positions are 13 pages."""
+    prompts = 8 + 16 + 32 + 64 + 96 + 128 + 150
+    own_bytes = 4 * (5 * 2048 + (12 + prompts) * 13) + 11 * GRAPH_BYTES
     assert graphs_bytes(1000, CONFIG, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
-    drafting = replace(CONFIG, max_draft_tokens=7)  # and 8, 16, 24, 32 and 40 instead of 5
-    own_bytes += (120 - 5) * 4 * (2048 + 13) + 4 * GRAPH_BYTES
+    drafting = replace(CONFIG, max_draft_tokens=7)  # decodes of 8, 16, 24, 32 and 40 rows, not of 5
+    own_bytes = 4 * (40 * 2048 + (127 + 64 + 96 + 128 + 150) * 13) + 12 * GRAPH_BYTES
     assert graphs_bytes(1000, drafting, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
+    sealed = replace(CONFIG, kv_cache_dtype="int8")  # whose prompts are not rows of such a step
+    own_bytes = 4 * (5 * 2048 + 12 * 13) + 4 * GRAPH_BYTES
+    assert graphs_bytes(1000, sealed, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(

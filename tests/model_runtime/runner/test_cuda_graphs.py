@@ -90,6 +90,68 @@ def test_replayed_steps_answer_as_others(
             assert torch.equal(one[:SPARE], other[:SPARE]), "padding touched a sequence's page"
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "checkpoint",
+    [("llama", 1), pytest.param(("gemma2", 2), marks=pytest.mark.long)],
+    ids=("whole", "windows"),
+    indirect=True,
+)
+def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> None:
+    """Prompts, chunks behind a context, chunks without logits and scored tokens, beside decodes."""
+    record = Again()
+    tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
+    plain = runner_of(checkpoint, None, tiers)
+    recorded = runner_of(checkpoint, record, tiers, max_prompt_rows=32)
+    assert record.num_recorded == len(recorded_sizes(CONFIG.max_num_seqs, 32)) == 7
+    talk = Conversations((plain, recorded), [tiers[0], tiers[-1], tiers[0], tiers[-1]])
+    steps = [
+        ({0: 17}, {}),
+        ({0: 1, 1: 25, 2: 1}, {}),
+        ({1: 9, 0: 1, 3: 18}, {1: 5, 3: 0}),
+        ({3: 2}, {3: 0}),
+        ({3: 1, 2: 1}, {}),
+        ({0: 32}, {0: 6}),
+        ({0: 1, 1: 1, 2: 1}, {}),
+    ]
+    for step, num_logits in steps:
+        expected, got = talk.step(step, num_logits)
+        assert len(got) == sum(num_logits.get(index, 1) for index in step)
+        torch.testing.assert_close(got, expected, atol=3e-5, rtol=1e-5)
+    assert record.num_replayed == len(steps)
+    for layer_idx in checkpoint.plans:
+        for one, other in zip(
+            pages_of(plain).pages(layer_idx), pages_of(recorded).pages(layer_idx), strict=True
+        ):
+            torch.testing.assert_close(one[:SPARE], other[:SPARE], atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.costly
+def test_larger_prompts_are_not_replayed(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds are tokens, rows of logits, and keys that the rows of prompts read."""
+    record = Again()
+    (profile, *_) = profiles = profiles_of(deployment_of(checkpoint))
+    runner = runner_of(checkpoint, record, profiles, max_prompt_rows=16)
+    table_id = runner.table_id(profile)
+    monkeypatch.setattr(cuda_graphs, "_MOST_PROMPT_KEYS", 10 + 5 * 100 + 15)
+    four, last = Span([5] * 4, 0, [0], table_id, range(3, 4)), range(4, 5)
+    behind = Span([5] * 5, 100, range(1, 8), table_id, last)
+    decode = Span([5], 200, range(20, 33), table_id, range(1))
+    for spans, is_replayed in (
+        ([four, behind, decode], True),
+        ([four._replace(logit_rows=range(4)), behind, decode], True),  # as many as sequences
+        ([four._replace(logit_rows=range(4)), behind._replace(logit_rows=range(2, 5))], False),
+        ([four, behind._replace(first_position=101), decode], False),
+        ([four._replace(token_ids=[5] * 16), decode], False),
+    ):
+        before = record.num_replayed
+        num_logits = sum(len(span.logit_rows) for span in spans)
+        assert len(runner.run(spans)) == num_logits
+        assert record.num_replayed - before == is_replayed, spans
+
+
 def pages_of(runner: ModelRunner) -> KVCache:
     """A runner's cache."""
     return runner._store
@@ -198,7 +260,7 @@ def test_tensors_that_kernels_read_are_kept(checkpoint: Checkpoint) -> None:
     def forward(batch: Batch) -> Tensor:
         tensors = [getattr(batch, each.name) for each in fields(batch)]
         kept.extend(weakref.ref(each) for each in tensors if isinstance(each, Tensor))
-        return torch.empty(0)
+        return torch.empty(len(batch.logit_rows_R), 7)
 
     def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         return work(), lambda: None
@@ -293,11 +355,13 @@ def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 8, 32, 64, 200, 1000])
-def test_padding_is_bounded(most: int) -> None:
-    """Every number of sequences finds a size that is less than twice as large."""
-    sizes = recorded_sizes(most)
+@pytest.mark.parametrize("most_of_prompts", [0, 16, 100, 2048])
+def test_padding_is_bounded(most: int, most_of_prompts: int) -> None:
+    """Every number of rows finds a size that is less than twice as large, or has at most 8 rows."""
+    sizes = recorded_sizes(most, most_of_prompts)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(most, MOST_RECORDED)
+    assert sizes[-1] == min(max(most, most_of_prompts), MOST_RECORDED)
+    assert min(most, MOST_RECORDED) in sizes, "decodes beside a prompt are padded to more"
     for count in range(1, sizes[-1] + 1):
         size = next(each for each in sizes if each >= count)
-        assert size == count or size < 2 * count
+        assert size == count or size < 2 * count or (count > most and size <= 8)
