@@ -58,6 +58,7 @@ class ModelSizes:
     num_steps: int  # steps timed in each of these
     crossed_ceiling: int  # ceiling of the tier that a growing sequence leaves
     server: ServerSizes
+    short_prompts: tuple[tuple[int, int], ...]  # tokens, and those before them that are cached
     bursts: tuple[tuple[int, int], ...]  # prompt tokens, prompts sent together
     arrivals: tuple[int, float]  # requests, and seconds between two of them
     sampled: int  # sequences that decode together with other settings of sampling
@@ -144,6 +145,7 @@ LLAMA_3_8B = ModelSizes(
         output_tokens=64,
         most_s=150.0,
     ),
+    short_prompts=((32, 0), (128, 0), (256, 0), (500, 0), (60, 1984)),
     bursts=((128, 64), (1000, 32), (3001, 8)),
     arrivals=(64, 0.05),
     sampled=64,
@@ -184,6 +186,7 @@ TINY = ModelSizes(
         output_tokens=4,
         most_s=0.0,
     ),
+    short_prompts=((12, 0), (8, 32)),
     bursts=((12, 3),),
     arrivals=(4, 0.02),
     sampled=2,

@@ -19,6 +19,7 @@ from benchmarks.gpu_served_parts import (
     profile,
     queued,
     sampling,
+    short_prompts,
     windows,
 )
 from benchmarks.gpu_server import ServerError, serve_and_load
@@ -221,6 +222,7 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "prefill": prefill,
     "bursts": bursts,
     "arrivals": arrivals,
+    "short_prompts": short_prompts,
     "sampling": sampling,
     "drafts": drafts,
     "growth": growth,

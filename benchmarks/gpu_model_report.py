@@ -58,6 +58,13 @@ _BURST: tuple[Column, ...] = (
     ("first round", lambda row: _ms(row["first"].get("seconds"))),
     ("prompt tokens/s", lambda row: f"{row['prompt_tokens_s']:,.0f}"),
 )
+_SHORT_PROMPTS: tuple[Column, ...] = (
+    ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("behind", lambda row: f"{row['context']:,}"),
+    ("ms to the first token, captured", lambda row: _ms(row["captured_s"])),
+    ("queued", lambda row: _ms(row["queued_s"])),
+    ("queued / captured", lambda row: f"{row['queued_s'] / row['captured_s']:.2f}"),
+)
 _ARRIVALS: tuple[Column, ...] = (
     ("requests", lambda row: str(row["requests"])),
     ("s between them", lambda row: f"{row['gap_s']:g}"),
@@ -162,6 +169,11 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
         ("Prefill", _medians(_of(rows, "prefill"), ("tokens", "chunk")), _PREFILL),
         ("Time to the first token", first_tokens(rows), _FIRST_TOKEN),
         ("Bursts of prompts", _medians(_of(rows, "burst"), ("tokens", "prompts")), _BURST),
+        (
+            "Short prompts",
+            _medians(_of(rows, "short_prompt"), ("tokens", "context")),
+            _SHORT_PROMPTS,
+        ),
         ("Steps with answers and prompts", _medians(_of(rows, "arrivals"), ()), _ARRIVALS),
         ("Settings of sampling", _medians(_of(rows, "sampling"), ("setting",)), _SAMPLING),
         ("Drafts", _medians(_of(rows, "drafts"), ("sequences",)), _DRAFTS),

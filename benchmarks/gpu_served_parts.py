@@ -62,6 +62,26 @@ def bursts(bench: Bench) -> Iterator[Row]:
                 }
 
 
+def short_prompts(bench: Bench) -> Iterator[Row]:
+    """Measure first tokens of short prompts, as rows of captured steps and queued, in turns."""
+    sizes = bench.sizes
+    with ExitStack() as stack:
+        captured, queued = (bench.engine(stack, 1, records=records) for records in (True, False))
+        for num_tokens, context in sizes.short_prompts:
+            (before,) = bench.prompts.of(context) if context else ([],)
+            for number in range(2 * sizes.rounds):
+                if not bench.has_time():
+                    yield left_out(f"a short prompt, round {number}", "no time was left")
+                    break
+                row: Row = {"part": "short_prompt", "tokens": num_tokens, "context": context}
+                (tokens,) = bench.prompts.of(num_tokens)
+                for name, engine in (("captured_s", captured), ("queued_s", queued)):
+                    if context and not number:
+                        engine.serve([before], 1)
+                    row[name] = engine.serve([[*before, *tokens]], 1).first_token_s
+                yield {**row, "round": number}
+
+
 def arrivals(bench: Bench) -> Iterator[Row]:
     """Measure steps that decode and also read prompts, which arrive at an even rate."""
     sizes = bench.sizes

@@ -20,6 +20,7 @@ from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
 
@@ -179,6 +180,15 @@ def _compile_states() -> None:
         norm_and_gate(out_TV, out_TV.to(dtype), torch.ones(dim), 1e-6, out_TV.to(dtype))
 
 
+def _compile_draws() -> None:
+    """Draws from a small vocabulary, and from that of Llama 3."""
+    from ropewalk.model_runtime.gpu.sampling.draw_ranked import draw_ranked
+
+    for size in (300, 128_256):
+        JITFunction.__getitem__ = _only_compiled(f"{size} logits")
+        draw_ranked(torch.zeros(2, size), [SamplingParams(top_p=0.9)] * 2, [0.1, 0.7])
+
+
 def _compile_sealed() -> None:
     """Writes and reads of sealed pages: a decode, a prompt within a page, and one over pages."""
     from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
@@ -229,6 +239,7 @@ def main() -> None:
     _compile_sealed()
     _compile_layers()
     _compile_states()
+    _compile_draws()
 
 
 if __name__ == "__main__":

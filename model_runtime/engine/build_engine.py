@@ -15,6 +15,7 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     check_layers,
@@ -26,6 +27,7 @@ from ropewalk.model_runtime.runner.backends import (
 )
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from ropewalk.model_runtime.state_shape import StatePart, bytes_per_state
 from ropewalk.rope import Profile
 
@@ -167,8 +169,8 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
 
     Every layer launches all of its kernels: with all rows, and with those that need logits. Pages
-    that are sealed are filled and crossed, too. The steps write only to `page`, which no sequence
-    may hold.
+    that are sealed are filled and crossed, too. Then a token is drawn from the best ones. The steps
+    write only to `page`, which no sequence may hold.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
     pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
@@ -178,7 +180,9 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     scored = prompt._replace(logit_rows=range(num_tokens))
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
-        runner.run(spans)
+        logits_RV = runner.run(spans)
+    drawn = SamplingRow(SamplingParams(top_p=0.9), 0, frozenset())
+    sample_rows(logits_RV[:1], [0], [drawn])
     if config.kv_cache_dtype != EXACT:
         runner.run([decode])  # a step within one page can be one compiled call
     if config.seals_pages:  # and one across pages is a call for each layer

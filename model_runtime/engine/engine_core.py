@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
 
 _log = structlog.get_logger(__name__)
 _IS_PLAIN = attrgetter("is_plain")
-_RUNS_AHEAD = attrgetter("runs_ahead")
+_IS_MEMORYLESS = attrgetter("is_memoryless")
 _UNKNOWN = (0,)  # in the place of a token that only the device has
 
 
@@ -250,7 +250,7 @@ class EngineCore:
             is_ahead = self._runner.is_asynchronous and self._states is None
             is_ahead = is_ahead and plan.is_decode_only and not has_drafts
             launched = None
-            if is_ahead and all(map(_RUNS_AHEAD, states)):
+            if is_ahead and all(map(_IS_MEMORYLESS, states)):
                 launched = self._launch(plan, states, None)
             else:
                 with memory_errors_told():  # of a new rotation table

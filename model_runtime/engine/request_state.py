@@ -12,8 +12,7 @@ from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request, Timings
 from ropewalk.model_runtime.runner.bad_words import barred_after, num_before
 from ropewalk.model_runtime.runner.penalties import SeenTokens, has_penalty
-from ropewalk.model_runtime.runner.ranked_draw import cuts
-from ropewalk.model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
+from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.model_runtime.scheduling.drafts.drafter import Drafter
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
@@ -38,8 +37,9 @@ class RequestState:
     page_row: PageRow = field(default_factory=PageRow)
     table: tuple[Tier | None, int] = (None, 0)  # the newest tier, and the id of its table
     is_plain: bool = False  # a decode's token needs no logprobs and no grammar
-    is_memoryless: bool = False  # plain, and a token's draw does not depend on those before it
-    runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
+    # Plain, and a token's draw does not depend on those before it. So the next token can be sampled
+    # before the host knows the last one.
+    is_memoryless: bool = False
     drafter: Drafter | None = None  # None: nothing was proposed yet
     _row: SamplingRow | None = None
     _num_before: int = 0  # last tokens of the answer that the barred ones depend on
@@ -47,12 +47,9 @@ class RequestState:
     def __post_init__(self) -> None:
         params = self.sequence.request.sampling
         self.is_plain = self.constraint is None and params.logprobs is None
-        # On a device, a cut tail may have to be drawn again from all tokens, after a wait.
-        may_wait = params.temperature >= GREEDY_BELOW and cuts(params)
         self._num_before = num_before(params)
         has_memory = bool(self._num_before) or has_penalty(params)
         self.is_memoryless = self.is_plain and not has_memory
-        self.runs_ahead = self.is_memoryless and not may_wait
 
     @classmethod
     def of(

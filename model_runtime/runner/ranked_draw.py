@@ -1,19 +1,19 @@
 """Draw a token from a row whose tail top_k, top_p or min_p cuts off.
 
-The tokens are ranked by their logit, and equal ones by their id. There are two ways, for the host
-and for a device. Both find the rank that is drawn from values alone, and then the token of it.
+The tokens are ranked by their logit, and equal ones by their id. There are three ways.
 
 - The host sorts the values only, which numpy does thirty times as fast as torch sorts values with
-  their ids. All decisions are those of a sort with ids, to the bit.
-- A device looks at the best `most` values of each row. It says so if the nucleus does not end among
-  them, and the row is then drawn again with all values. Probabilities are whole numbers there,
-  whose sums do not depend on an order. So both draws decide alike, and so does any batch.
+  their ids. It finds the rank that is drawn from values alone, and then the token of it. All
+  decisions are those of a sort with ids, to the bit.
+- A device without triton sorts some rows at a time. Probabilities are whole numbers there, whose
+  sums do not depend on an order. So a row has the same draw in any batch.
+- A kernel decides likewise without a sort (gpu/sampling/draw_ranked.py).
 
-Shapes: R = rows, V = vocabulary, C = candidates (the best values of a row, in order).
+Shapes: R = rows, V = vocabulary, C = all tokens of a row, by rank.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.transfer import on_device
 
-NOT_FOUND = -1  # the token of a row whose candidates do not suffice
+_SORTED_ROWS = 16  # rows that a device sorts at a time, to bound the memory
 # The weight of the likeliest token on a device. The sum of 2**22 such weights fits into int64.
 _UNIT = 2.0**40
 _NO_LIMIT = torch.iinfo(torch.int64).max
@@ -102,69 +102,42 @@ def _token_at(values_V: np.ndarray, sorted_V: np.ndarray, rank: int) -> int:
     return int(ids[rank - first])
 
 
-class _Candidates(NamedTuple):
-    """The best tokens of each row."""
-
-    value_RC: Tensor  # float32, descending
-    id_RC: Tensor  # int64; ordered among equal values only if `are_all`
-    weight_RC: Tensor  # int64, the probability times a constant of the row
-    total_R1: Tensor  # int64, the sum of all weights of the row
-    are_all: bool  # whether there are no other tokens
-
-
 def draw_on_device(
-    scaled_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], most: int
+    scaled_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> Tensor:
-    """Do the same among the best `most` tokens of each row, without waiting for the device.
+    """Do the same on a device, without waiting for it."""
+    drawn = []
+    for start in range(0, len(params), _SORTED_ROWS):
+        part = slice(start, start + _SORTED_ROWS)
+        drawn.append(_drawn_on_device(scaled_RV[part], params[part], uniforms[part]))
+    return torch.cat(drawn)
 
-    Returns NOT_FOUND for a row that needs more of them; it never does if `most` is V.
-    """
-    found = _best(scaled_RV, most)
-    kept_RC, is_short_R1 = _kept_weights(found, params)
-    cumulated_RC = kept_RC.cumsum(dim=-1)
+
+def _drawn_on_device(
+    scaled_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> Tensor:
+    value_RC, id_RC = scaled_RV.sort(dim=-1, descending=True, stable=True)
+    # A vectorised exp may differ from a scalar one, so weights are computed before the sort.
+    weight_RC = scaled_RV.exp().mul_(_UNIT).long().gather(1, id_RC)
+    cumulated_RC = _kept_weights(value_RC, weight_RC, params).cumsum(dim=-1)
     total_R1 = cumulated_RC[:, -1:].contiguous()
     drawn_R1 = (_doubles(uniforms, scaled_RV.device) * total_R1.double()).long()
     target_R1 = torch.minimum(drawn_R1, total_R1 - 1)  # the product may be rounded up
     rank_R1 = torch.searchsorted(cumulated_RC, target_R1, right=True)
     # NaN makes nonsense of the sums; clamp the index, or the device would fail.
-    rank_R1 = rank_R1.clamp(max=kept_RC.shape[-1] - 1)
-    if found.are_all:
-        return found.id_RC.gather(1, rank_R1)[:, 0]
-    value_R1 = found.value_RC.gather(1, rank_R1)
-    token_R1 = _ranked_id(found, rank_R1, value_R1, scaled_RV.shape[-1])
-    # Others with the last value may have smaller ids than the candidates.
-    is_short_R1 |= value_R1 == found.value_RC[:, -1:]
-    return token_R1.masked_fill(is_short_R1, NOT_FOUND)[:, 0]
+    return id_RC.gather(1, rank_R1.clamp(max=id_RC.shape[-1] - 1))[:, 0]
 
 
-def _best(scaled_RV: Tensor, most: int) -> _Candidates:
-    weight_RV = scaled_RV.exp().mul_(_UNIT).long()
-    are_all = most >= scaled_RV.shape[-1]
-    if are_all:
-        value_RC, id_RC = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    else:
-        value_RC, id_RC = scaled_RV.topk(most, dim=-1)
-    # A vectorised exp may differ from a scalar one, so weights are computed once.
-    weight_RC = weight_RV.gather(1, id_RC)
-    return _Candidates(value_RC, id_RC, weight_RC, weight_RV.sum(-1, keepdim=True), are_all)
-
-
-def _kept_weights(found: _Candidates, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Return weights, 0 for tokens that are dropped, and whether tokens beyond them may stay."""
-    weight_RC, total_R1 = found.weight_RC, found.total_R1
+def _kept_weights(value_RC: Tensor, weight_RC: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the weights, 0 for tokens that are dropped."""
     device, num = weight_RC.device, weight_RC.shape[-1]
-    is_short_R1 = torch.zeros_like(total_R1, dtype=torch.bool)
     if any(each.top_k for each in params):
         last_R1 = on_device(
             np.array([[min(each.top_k or num, num) - 1] for each in params]), device
         )
-        has_k_R1 = on_device(np.array([[each.top_k > 0] for each in params]), device)
         # Ties with the k-th token stay.
-        is_in_RC = found.value_RC >= found.value_RC.gather(1, last_R1)
-        weight_RC = weight_RC.masked_fill(~is_in_RC & has_k_R1, 0)
-        # If the last candidate is one of the k, then others may be, and their sum is not known.
-        is_short_R1 = has_k_R1 & (weight_RC[:, -1:] > 0)
-        total_R1 = torch.where(has_k_R1, weight_RC.sum(-1, keepdim=True), total_R1)
+        weight_RC = weight_RC.masked_fill(value_RC < value_RC.gather(1, last_R1), 0)
+    total_R1 = weight_RC.sum(-1, keepdim=True)
     before_RC = weight_RC.cumsum(dim=-1) - weight_RC
     top_p_R1 = _doubles([each.top_p for each in params], device)
     reached_R1 = (total_R1.double() * top_p_R1).ceil().long()
@@ -173,15 +146,4 @@ def _kept_weights(found: _Candidates, params: Sequence[SamplingParams]) -> tuple
     least_R1 = (weight_RC[:, :1].double() * min_p_R1).ceil().long()
     dropped_RC = (before_RC >= reached_R1) | (weight_RC < least_R1)
     dropped_RC[:, 0] = False
-    weight_RC = weight_RC.masked_fill(dropped_RC, 0)
-    return weight_RC, is_short_R1 | (weight_RC[:, -1:] > 0)
-
-
-def _ranked_id(found: _Candidates, rank_R1: Tensor, value_R1: Tensor, vocabulary: int) -> Tensor:
-    """Return the ids at these ranks, [R, 1], if no other token has the last candidate's value."""
-    first_R1 = (found.value_RC > value_R1).sum(dim=-1, keepdim=True)
-    is_equal_RC = found.value_RC == value_R1
-    # topk gives equal values in no particular order.
-    id_RC = found.id_RC.masked_fill(~is_equal_RC, vocabulary).sort(dim=-1).values
-    # NaN is equal to nothing, so its id would be `vocabulary`.
-    return id_RC.gather(1, rank_R1 - first_R1).clamp(max=vocabulary - 1)
+    return weight_RC.masked_fill(dropped_RC, 0)

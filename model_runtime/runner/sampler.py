@@ -7,8 +7,9 @@ Shapes: R = rows, V = vocabulary, A = a token and its alternatives.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLo
 from ropewalk.model_runtime.runner.bad_words import BARRED, single_tokens
 from ropewalk.model_runtime.runner.penalties import SeenTokens, penalise
 from ropewalk.model_runtime.runner.ranked_draw import (
-    NOT_FOUND,
     column,
     cuts,
     draw_on_device,
@@ -29,10 +29,9 @@ from ropewalk.model_runtime.runner.ranked_draw import (
 from ropewalk.model_runtime.transfer import on_device, wait_for
 
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
-# On a device: the ranked tokens of a row. The nucleus of a usual request has fewer than 100.
-NUM_CANDIDATES = 1024
-_WIDE_ROWS = 16  # rows with a larger nucleus that are sorted at a time, to bound the memory
 _LOGPROB_ROWS = 64  # rows normalised at a time, to avoid a second copy of all logits
+# Draws from rows with a cut tail: scaled logits, parameters and random numbers to tokens.
+RankedDraw = Callable[[Tensor, Sequence[SamplingParams], Sequence[float]], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,40 +95,30 @@ def sample_rows(
 
 
 def in_one_transfer(
-    logits_RV: Tensor,
-    chosen_RV: Tensor,
-    rows: Sequence[SamplingRow],
-    num_candidates: int = NUM_CANDIDATES,
+    logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
-    """Run `sample_rows` on a device with a single wait for it.
-
-    There are further waits only if a row's nucleus has more tokens than `num_candidates`.
-    """
-    told: list[int] = sampled_on_device(logits_RV, chosen_RV, rows, num_candidates).tolist()
-    are_finite, token_ids = split_told(told, len(logits_RV))
-    wide = [index for index, token_id in enumerate(token_ids) if token_id == NOT_FOUND]
-    for start in range(0, len(wide), _WIDE_ROWS):
-        part = wide[start : start + _WIDE_ROWS]
-        among = rows_at(chosen_RV, part), [rows[index] for index in part]
-        found: list[int] = sampled(*among, num_candidates=chosen_RV.shape[-1]).tolist()
-        for index, token_id in zip(part, found, strict=True):
-            token_ids[index] = token_id
-    return are_finite, token_ids
+    """Run `sample_rows` on a device with a single wait for it."""
+    told: list[int] = sampled_on_device(logits_RV, chosen_RV, rows).tolist()
+    return split_told(told, len(logits_RV))
 
 
-def sampled_on_device(
-    logits_RV: Tensor,
-    chosen_RV: Tensor,
-    rows: Sequence[SamplingRow],
-    num_candidates: int = NUM_CANDIDATES,
-) -> Tensor:
-    """Run `sample_rows` without a wait for the device; int64, as `split_told` takes it.
-
-    A token is NOT_FOUND if a row's nucleus has more tokens than `num_candidates`.
-    """
+def sampled_on_device(logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Run `sample_rows` without a wait for the device; int64, as `split_told` takes it."""
     # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
     is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
-    return torch.cat((is_finite_R, sampled(chosen_RV, rows, num_candidates)))
+    draw = device_draw(logits_RV.device)
+    return torch.cat((is_finite_R, sampled(chosen_RV, rows, draw)))
+
+
+def device_draw(device: torch.device) -> RankedDraw:
+    """Return the draw of a device: triton's kernel, or a sort where triton is missing."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return draw_on_device
+    from ropewalk.model_runtime.gpu.sampling.draw_ranked import (  # noqa: PLC0415  # optional
+        draw_ranked,
+    )
+
+    return draw_ranked
 
 
 def split_told(told: list[int], num_rows: int) -> tuple[list[bool], list[int]]:
@@ -153,22 +142,19 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def sampled(
-    logits_RV: Tensor, rows: Sequence[SamplingRow], num_candidates: int | None = None
+    logits_RV: Tensor, rows: Sequence[SamplingRow], draw: RankedDraw = draw_on_host
 ) -> Tensor:
-    """Sample one token id per row, int64 [R], without reading back from a device.
-
-    `num_candidates`: of `draw_on_device`, which may give NOT_FOUND; None: on the host.
-    """
+    """Sample one token id per row, int64 [R], without reading back from a device."""
     if not rows:
         return torch.empty(0, dtype=torch.int64, device=logits_RV.device)
     logits_RV = adjusted(logits_RV, rows)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if len(drawn) == len(rows):
-        return _draw(logits_RV, rows, num_candidates)
+        return _draw(logits_RV, rows, draw)
     token_R = _argmax(logits_RV)
     if drawn:
         chosen = rows_at(logits_RV, drawn), [rows[index] for index in drawn]
-        token_R[_index(drawn, token_R.device)] = _draw(*chosen, num_candidates)
+        token_R[_index(drawn, token_R.device)] = _draw(*chosen, draw)
     return token_R
 
 
@@ -248,7 +234,7 @@ def unpacked(packed_RB: Tensor, vocabulary: int) -> Tensor:
     return is_set_RB8.flatten(1)[:, :vocabulary]
 
 
-def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow], num_candidates: int | None) -> Tensor:
+def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow], draw: RankedDraw) -> Tensor:
     """Apply the temperature, then sample one token per row from the cumulative probabilities.
 
     They are in the order of token ids, or of ranks if top_k, top_p or min_p cut the tail off.
@@ -267,11 +253,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow], num_candidates: int | 
             return chosen_R
         scaled_RV = rows_at(scaled_RV, cut)
     params = [rows[index].params for index in cut]
-    cut_uniforms = [uniforms[index] for index in cut]
-    if num_candidates is None:
-        ranked_R = draw_on_host(scaled_RV, params, cut_uniforms)
-    else:
-        ranked_R = draw_on_device(scaled_RV, params, cut_uniforms, num_candidates)
+    ranked_R = draw(scaled_RV, params, [uniforms[index] for index in cut])
     if len(cut) == len(rows):
         return ranked_R
     chosen_R[_index(cut, device)] = ranked_R

@@ -283,13 +283,13 @@ def test_recorded_steps_answer_as_others(
 
 
 def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
-    """Every size is recorded at start, and a warning does not end it."""
+    """Every size of decodes and short prompts is recorded at start; a warning does not end it."""
     config = EngineConfig(kv_cache_tokens=4096, max_model_len=2048, max_num_seqs=3)
     profiles = [tier.profile for tier in deployment_of(on_gpu).own_tiers]
     runner = build_engine(on_gpu, config, profiles=profiles)._core._runner
     assert isinstance(runner, ModelRunner)
     assert runner._graphs is not None
-    assert sorted(runner._graphs._recorded) == recorded_sizes(3) == [1, 2, 3]
+    assert sorted(runner._graphs._recorded) == recorded_sizes(3, config.max_prompt_rows)
 
 
 def test_no_request_waits_for_a_compilation(
@@ -332,12 +332,13 @@ def test_steps_launched_ahead_give_the_same_tokens(
     answers = []
     for is_asynchronous in (True, False):
         monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
-        for temperature in (0.0, 0.8):
-            sampling = {"temperature": temperature, "seed": 5, "ignore_eos": True}
-            asked = request(deployment, [5, 6, 7], max_tokens=40, **sampling)
+        for sampling in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_p": 0.9, "top_k": 50}):
+            asked = request(
+                deployment, [5, 6, 7], max_tokens=40, seed=5, ignore_eos=True, **sampling
+            )
             answers.append(answer(engine, asked)[0].token_ids)
-    assert answers[:2] == answers[2:]
-    assert followed.count(True) == 2 * 38, "the first token is the prompt's"
+    assert answers[:3] == answers[3:]
+    assert followed.count(True) == 3 * 38, "the first token is the prompt's"
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:
