@@ -2,14 +2,16 @@
 
 Tokens are ranked by their logit, and equal ones by their id. Each cut keeps a prefix of the ranks,
 so the smallest of the prefixes is kept, and its weight is all that a draw needs. The last logit of
-a prefix is found by bisection over the numbers that float32 has: 32 sums over the row, which stays
-in the L2 cache. Weights are whole numbers, whose sums do not depend on an order. So a row has the
-same draw in any batch, and the host waits for nothing.
+a prefix is found among the numbers that float32 has. A pass sums the weights from 17 keys on, and
+the next one looks between two neighbours of them. After 8 passes these are neighbours in float32.
+
+Weights are whole numbers, whose sums do not depend on an order. So many programs share a row, a
+row has the same draw in any batch, and the host waits for nothing.
 
 The decisions are those of `ranked_draw.draw_on_device`, except that the weights are rounded by this
 device's exponential function.
 
-Shapes: R = rows, V = vocabulary.
+Shapes: R = rows, V = vocabulary, C = numbers of a row's cuts, N = numbers of a row's searches.
 """
 
 from collections.abc import Sequence
@@ -23,98 +25,161 @@ from ropewalk.model_runtime.gpu.rotate import jit, padded
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.transfer import on_device
 
-_BLOCK = 8192  # tokens that a program holds at once
-_WARPS = 32
+_BLOCK, _WARPS = 4096, 8  # tokens that a program holds at once
+_PASSES = 8
+_LAST = tl.constexpr(_PASSES - 1)
+_FIRST_STEP = 2**28  # between keys of the first pass; a sixteenth of it in the next
+_PROBES = tl.constexpr(17)  # keys of a pass
+# Numbers of a pass: where it looked first, and its sums. Those of a search are of all its passes.
+_PASS = tl.constexpr(18)
+_SEARCH = tl.constexpr(_PASSES * 18)
+_TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the searches, in order
+_KEPT = tl.constexpr(3 * _PASSES * 18)  # the weights that top_k and min_p keep, after the searches
+_NUMBERS = _KEPT.value + 2
 _UNIT = tl.constexpr(2.0**40)  # the weight of the likeliest token, as in ranked_draw.py
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)  # the key of minus infinity
+_NEVER = tl.constexpr(2**62)  # more than any sum
 
 
 @jit
-def _loaded(row, at, size, BLOCK: tl.constexpr):
-    """Return keys and weights of a block. Keys are ordered as the values, whose maximum is 0."""
+def _key(value):
+    """Return an integer that is ordered as the values are, 0 for their maximum, which is 0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@jit
+def _weight(value):
+    return (tl.exp(value) * _UNIT).to(tl.int64)
+
+
+@jit
+def _values(row, at, size, BLOCK: tl.constexpr):
+    """Return a block of a row with its tokens. Minus zero becomes zero, and NaN minus infinity."""
     i = at + tl.arange(0, BLOCK)
     value = tl.load(row + i, mask=i < size, other=float("-inf"))
-    # Minus zero is equal to zero, and NaN has no weight.
-    value = tl.where(value < 0.0, value, tl.where(value == 0.0, 0.0, float("-inf")))
-    bits = value.to(tl.int32, bitcast=True)
-    weight = (tl.exp(value) * _UNIT).to(tl.int64)
-    return i, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), weight
+    return i, tl.where(value < 0.0, value, tl.where(value == 0.0, 0.0, float("-inf")))
 
 
 @jit
-def _from_key_on(row, size, key, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sum of the weights of all tokens with such a key or a larger one.
+def _found(search, goal, at, step):
+    """Return the largest key of a pass from which on there is `goal`, and the sum behind it."""
+    low = tl.load(search + at * _PASS)
+    place = search + at * _PASS + 1
+    k = tl.arange(0, 32)
+    sums = tl.load(place + k, mask=k < _PROBES, other=-1)
+    # The last one is known to have less, and the first one to have as much, or all there is.
+    last = tl.maximum(tl.sum((sums >= goal).to(tl.int64), 0) - 1, 0)
+    return low + last * step, tl.load(place + last + 1)
 
-    COUNTED: return their number instead.
+
+@jit
+def _kept_by_top_p(numbers, cuts):
+    """Return the weight of the nucleus: that of the fewest best tokens that reach top_p."""
+    goal = _goal(numbers, cuts, _TOP_P)
+    key, above = _found(numbers + _TOP_P * _SEARCH, goal, _LAST, 1)
+    weight = _weight_of(key)
+    return above + (goal - above + weight - 1) // weight * weight
+
+
+@jit
+def _weight_of(key):
+    """Return the weight of a token with this key, at least 1."""
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32)
+    return tl.maximum(_weight(bits.to(tl.float32, bitcast=True)), 1)
+
+
+@jit
+def _goal(numbers, cuts, SEARCH: tl.constexpr):
+    """Return how much there has to be from the wanted key on."""
+    if SEARCH == _TOP_K:
+        top_k = tl.load(cuts).to(tl.int64)
+        goal = tl.where(top_k > 0, top_k, _NEVER)
+    else:
+        kept = tl.load(numbers + _KEPT)
+        top_p = tl.load(cuts + 1)
+        goal = tl.maximum(tl.ceil(kept.to(tl.float64) * top_p).to(tl.int64), 1)
+    return goal
+
+
+@jit
+def _target(numbers, cuts, HAS_P: tl.constexpr):
+    """Return the weight before the drawn token's end, in the order of ranks."""
+    kept = tl.load(numbers + _KEPT)
+    if HAS_P:
+        if tl.load(cuts + 1) < 1.0:
+            kept = tl.minimum(kept, _kept_by_top_p(numbers, cuts))
+    kept = tl.minimum(kept, tl.load(numbers + _KEPT + 1))
+    one = tl.full([], _UNIT, tl.float64).to(tl.int64)
+    kept = tl.maximum(kept, one)  # the likeliest token stays
+    return tl.minimum((tl.load(cuts + 3) * kept.to(tl.float64)).to(tl.int64), kept - 1)
+
+
+@jit("size", "at", "step")
+def _look(
+    scaled, cuts, numbers, size, at, step,
+    SEARCH: tl.constexpr, HAS_P: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum a part of a row from each key of a pass on. Tokens are counted in the search for top_k.
+
+    `step`: between the keys of this pass; those of the one before are 16 times as far apart.
     """
-    total = tl.zeros([BLOCK], tl.int64)
-    for at in range(0, size, BLOCK):
-        i, keys, weight = _loaded(row, at, size, BLOCK)
-        is_in = (keys >= key) & (i < size)
-        total += tl.where(is_in, 1 if COUNTED else weight, 0)
-    return tl.sum(total, 0)
-
-
-@jit
-def _last_key(row, size, goal, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest key from which on there is as much as `goal`, at most everything."""
-    low = tl.full([], _LOWEST, tl.int32)
-    high = tl.full([], 0, tl.int32)
-    for _ in range(32):
-        middle = low + (high - low + 1) // 2
-        is_enough = _from_key_on(row, size, middle, COUNTED, BLOCK) >= goal
-        low = tl.where(is_enough, middle, low)
-        high = tl.where(is_enough, high, middle - 1)
-    return low
-
-
-@jit
-def _around(row, size, key, BLOCK: tl.constexpr):
-    """Return the sum of the weights above a key, and the weight of a token that has it."""
-    above = tl.zeros([BLOCK], tl.int64)
-    own = tl.zeros([BLOCK], tl.int64)
-    for at in range(0, size, BLOCK):
-        _, keys, weight = _loaded(row, at, size, BLOCK)
-        above += tl.where(keys > key, weight, 0)
-        own = tl.maximum(own, tl.where(keys == key, weight, 0))
-    return tl.sum(above, 0), tl.maximum(tl.max(own, 0), 1)
+    r = tl.program_id(0).to(tl.int64)
+    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    search = numbers + SEARCH * _SEARCH
+    low = tl.full([], _LOWEST, tl.int64)
+    if at > 0:
+        if SEARCH == _DRAWN:
+            goal = _target(numbers, cuts, HAS_P) + 1
+        else:
+            goal = _goal(numbers, cuts, SEARCH)
+        low, _ = _found(search, goal, at - 1, step.to(tl.int64) * 16)
+    place = search + at * _PASS
+    if tl.program_id(1) == 0:
+        tl.store(place, low)
+    i, value = _values(scaled + r * size, tl.program_id(1) * BLOCK, size, BLOCK)
+    key, weight = _key(value), _weight(value)
+    if SEARCH == _TOP_K:
+        weight = (i < size).to(tl.int64)
+    for k in tl.static_range(_PROBES):
+        total = tl.sum(tl.where(key >= low + k * step.to(tl.int64), weight, 0), 0)
+        tl.atomic_add(place + 1 + k, total)
 
 
 @jit("size")
-def _draw(scaled, cuts, drawn, size, BLOCK: tl.constexpr):
-    """Draw one row's token. `cuts`: top_k, top_p, min_p and the random number, float64."""
+def _keep(
+    scaled, cuts, numbers, size, HAS_K: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum the weights of a part of a row that top_k keeps, and those that min_p keeps."""
+    r = tl.program_id(0).to(tl.int64)
+    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    least = tl.full([], _LOWEST, tl.int64)
+    if HAS_K:  # ties with the k-th token stay
+        least, _ = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
+    lightest = tl.ceil(tl.load(cuts + 2) * _UNIT).to(tl.int64)
+    _, value = _values(scaled + r * size, tl.program_id(1) * BLOCK, size, BLOCK)
+    weight = _weight(value)
+    tl.atomic_add(numbers + _KEPT, tl.sum(tl.where(_key(value) >= least, weight, 0), 0))
+    tl.atomic_add(numbers + _KEPT + 1, tl.sum(tl.where(weight >= lightest, weight, 0), 0))
+
+
+@jit("size")
+def _name(
+    scaled, cuts, numbers, drawn, size,
+    HAS_P: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the token of one row: of those with the drawn key, the one at the drawn place."""
     r = tl.program_id(0).to(tl.int64)
     row = scaled + r * size
-    top_k = tl.load(cuts + 4 * r).to(tl.int64)
-    top_p, min_p = tl.load(cuts + 4 * r + 1), tl.load(cuts + 4 * r + 2)
-    uniform = tl.load(cuts + 4 * r + 3)
-    least = tl.full([], _LOWEST, tl.int32)
-    if top_k > 0:  # ties with the k-th token stay
-        least = _last_key(row, size, tl.minimum(top_k, size), COUNTED=True, BLOCK=BLOCK)
-    kept = _from_key_on(row, size, least, COUNTED=False, BLOCK=BLOCK)
-    if top_p < 1.0:
-        reached = tl.maximum(tl.ceil(kept.to(tl.float64) * top_p).to(tl.int64), 1)
-        key = _last_key(row, size, reached, COUNTED=False, BLOCK=BLOCK)
-        above, weight = _around(row, size, key, BLOCK)
-        kept = tl.minimum(kept, above + (reached - above + weight - 1) // weight * weight)
-    if min_p > 0.0:
-        lightest = tl.ceil(min_p * _UNIT).to(tl.int64)
-        heavy = tl.zeros([BLOCK], tl.int64)
-        for at in range(0, size, BLOCK):
-            _, _, weights = _loaded(row, at, size, BLOCK)
-            heavy += tl.where(weights >= lightest, weights, 0)
-        kept = tl.minimum(kept, tl.sum(heavy, 0))
-    one = tl.full([], _UNIT, tl.float64).to(tl.int64)
-    kept = tl.maximum(kept, one)  # the likeliest token stays
-    target = tl.minimum((uniform * kept.to(tl.float64)).to(tl.int64), kept - 1)
-    key = _last_key(row, size, target + 1, COUNTED=False, BLOCK=BLOCK)
-    above, weight = _around(row, size, key, BLOCK)
-    nth = (target - above) // weight
+    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    target = _target(numbers, cuts, HAS_P)
+    key, above = _found(numbers + _DRAWN * _SEARCH, target + 1, _LAST, 1)
+    nth = (target - above) // _weight_of(key)
     token = tl.zeros([BLOCK], tl.int32)
     before = tl.full([], 0, tl.int64)
     for at in range(0, size, BLOCK):
-        i, keys, _ = _loaded(row, at, size, BLOCK)
-        is_equal = ((keys == key) & (i < size)).to(tl.int64)
+        i, value = _values(row, at, size, BLOCK)
+        is_equal = ((_key(value) == key) & (i < size)).to(tl.int64)
         is_drawn = (is_equal > 0) & (before + tl.cumsum(is_equal, 0) - 1 == nth)
         token = tl.maximum(token, tl.where(is_drawn, i, 0))
         before += tl.sum(is_equal, 0)
@@ -130,12 +195,27 @@ def draw_ranked(
     [0, 1), by row.
     """
     scaled_RV = scaled_RV.contiguous()
-    num_rows, size = scaled_RV.shape
+    device, (num_rows, size) = scaled_RV.device, scaled_RV.shape
+    has_k, has_p = any(each.top_k for each in params), any(each.top_p < 1 for each in params)
+    numbers_RN = torch.zeros(num_rows, _NUMBERS, dtype=torch.int64, device=device)
     rows = zip(params, uniforms, strict=True)
-    cuts = np.array([(each.top_k, each.top_p, each.min_p, drawn) for each, drawn in rows])
-    drawn_R = torch.empty(num_rows, dtype=torch.int64, device=scaled_RV.device)
-    _draw[(num_rows,)](
-        scaled_RV, on_device(cuts, scaled_RV.device), drawn_R, size,
-        BLOCK=min(_BLOCK, padded(size)), num_warps=_WARPS,
-    )  # fmt: skip
+    cuts_RC = np.array([(each.top_k, each.top_p, each.min_p, drawn) for each, drawn in rows])
+    given = scaled_RV, on_device(cuts_RC, device), numbers_RN
+    block = min(_BLOCK, padded(size))
+    sizes = {"NUMBERS": _NUMBERS, "BLOCK": block, "num_warps": _WARPS}
+    parts = num_rows, -(-size // block)
+
+    def look_for(search: tl.constexpr) -> None:
+        for at in range(_PASSES):
+            step = _FIRST_STEP >> 4 * at
+            _look[parts](*given, size, at, step, SEARCH=search.value, HAS_P=has_p, **sizes)
+
+    if has_k:
+        look_for(_TOP_K)
+    _keep[parts](*given, size, HAS_K=has_k, **sizes)
+    if has_p:
+        look_for(_TOP_P)
+    look_for(_DRAWN)
+    drawn_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    _name[(num_rows,)](*given, drawn_R, size, HAS_P=has_p, **sizes)
     return drawn_R
