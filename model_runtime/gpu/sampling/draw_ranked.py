@@ -107,8 +107,8 @@ def _target(numbers, cuts, HAS_P: tl.constexpr):
     """Return the weight before the drawn token's end, in the order of ranks."""
     kept = tl.load(numbers + _KEPT)
     if HAS_P:
-        if tl.load(cuts + 1) < 1.0:
-            kept = tl.minimum(kept, _kept_by_top_p(numbers, cuts))
+        nucleus = _kept_by_top_p(numbers, cuts)
+        kept = tl.where(tl.load(cuts + 1) < 1.0, tl.minimum(kept, nucleus), kept)
     kept = tl.minimum(kept, tl.load(numbers + _KEPT + 1))
     one = tl.full([], _UNIT, tl.float64).to(tl.int64)
     kept = tl.maximum(kept, one)  # the likeliest token stays
