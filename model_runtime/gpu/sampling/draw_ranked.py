@@ -2,7 +2,7 @@
 
 Tokens are ranked by their logit, and equal ones by their id. Each cut keeps a prefix of the ranks,
 so the smallest of the prefixes is kept, and its weight is all that a draw needs. The last logit of
-a prefix is found among the numbers that float32 has. A pass sums the weights from 17 keys on, and
+a prefix is found among the numbers that float32 has. A pass sums the weights from 16 keys on, and
 the next one looks between two neighbours of them. After 8 passes these are neighbours in float32.
 
 Weights are whole numbers, whose sums do not depend on an order. So many programs share a row, a
@@ -25,16 +25,18 @@ from ropewalk.model_runtime.gpu.rotate import jit, padded
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.transfer import on_device
 
-_BLOCK, _WARPS = 4096, 8  # tokens that a program holds at once
-_PASSES = 8
-_LAST = tl.constexpr(_PASSES - 1)
-_FIRST_STEP = 2**28  # between keys of the first pass; a sixteenth of it in the next
-_PROBES = tl.constexpr(17)  # keys of a pass
+_THREADS, _WARPS = 256, 8  # of a program; a thread sums one token at a time
+_NAMED = 4096  # tokens that a program holds at once when it names the drawn one
+_PROGRAMS, _LEAST_SPAN = 1056, 2048  # eight for each processor of an H200; tokens of a program
+# Between the keys of each pass. All keys are within 2**31.
+_STEPS = (2**27, 2**23, 2**19, 2**15, 2**11, 2**7, 2**3, 1)
+_LAST = tl.constexpr(len(_STEPS) - 1)
+_PROBES = tl.constexpr(16)  # keys of a pass
 # Numbers of a pass: where it looked first, and its sums. Those of a search are of all its passes.
-_PASS = tl.constexpr(18)
-_SEARCH = tl.constexpr(_PASSES * 18)
+_PASS = tl.constexpr(17)
+_SEARCH = tl.constexpr(len(_STEPS) * 17)
 _TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the searches, in order
-_KEPT = tl.constexpr(3 * _PASSES * 18)  # the weights that top_k and min_p keep, after the searches
+_KEPT = tl.constexpr(3 * len(_STEPS) * 17)  # weights that top_k and min_p keep, behind them
 _NUMBERS = _KEPT.value + 2
 _UNIT = tl.constexpr(2.0**40)  # the weight of the likeliest token, as in ranked_draw.py
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)  # the key of minus infinity
@@ -45,7 +47,7 @@ _NEVER = tl.constexpr(2**62)  # more than any sum
 def _key(value):
     """Return an integer that is ordered as the values are, 0 for their maximum, which is 0."""
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
@@ -64,13 +66,11 @@ def _values(row, at, size, BLOCK: tl.constexpr):
 @jit
 def _found(search, goal, at, step):
     """Return the largest key of a pass from which on there is `goal`, and the sum behind it."""
-    low = tl.load(search + at * _PASS)
-    place = search + at * _PASS + 1
-    k = tl.arange(0, 32)
-    sums = tl.load(place + k, mask=k < _PROBES, other=-1)
-    # The last one is known to have less, and the first one to have as much, or all there is.
-    last = tl.maximum(tl.sum((sums >= goal).to(tl.int64), 0) - 1, 0)
-    return low + last * step, tl.load(place + last + 1)
+    place = search + at * _PASS
+    sums = tl.load(place + 1 + tl.arange(0, _PROBES))
+    # The last one is known to have less. If even the lowest key has, it is the one.
+    num = tl.sum((sums >= goal).to(tl.int32), 0)
+    return tl.load(place).to(tl.int32) + num * step, tl.load(place + 1 + num)
 
 
 @jit
@@ -85,7 +85,7 @@ def _kept_by_top_p(numbers, cuts):
 @jit
 def _weight_of(key):
     """Return the weight of a token with this key, at least 1."""
-    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32)
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     return tl.maximum(_weight(bits.to(tl.float32, bitcast=True)), 1)
 
 
@@ -115,52 +115,86 @@ def _target(numbers, cuts, HAS_P: tl.constexpr):
     return tl.minimum((tl.load(cuts + 3) * kept.to(tl.float64)).to(tl.int64), kept - 1)
 
 
-@jit("size", "at", "step")
+@jit
+def _add_four(totals, key, weight, low, step):
+    """Add the weights of tokens from each of four keys on."""
+    a, b, c, d = totals
+    return (
+        a + tl.where(key >= low, weight, 0),
+        b + tl.where(key >= low + step, weight, 0),
+        c + tl.where(key >= low + 2 * step, weight, 0),
+        d + tl.where(key >= low + 3 * step, weight, 0),
+    )
+
+
+@jit
+def _send_four(place, totals):
+    for k in tl.static_range(4):
+        tl.atomic_add(place + k, tl.sum(totals[k], 0))
+
+
+@jit("size", "span", "at", "before", "step")
 def _look(
-    scaled, cuts, numbers, size, at, step,
+    scaled, cuts, numbers, size, span, at, before, step,
     SEARCH: tl.constexpr, HAS_P: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum a part of a row from each key of a pass on. Tokens are counted in the search for top_k.
 
-    `step`: between the keys of this pass; those of the one before are 16 times as far apart.
+    `step`: between the keys of this pass. `before`: between those of the one before.
     """
     r = tl.program_id(0).to(tl.int64)
     numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
     search = numbers + SEARCH * _SEARCH
-    low = tl.full([], _LOWEST, tl.int64)
+    low = tl.full([], _LOWEST, tl.int32)
     if at > 0:
         if SEARCH == _DRAWN:
             goal = _target(numbers, cuts, HAS_P) + 1
         else:
             goal = _goal(numbers, cuts, SEARCH)
-        low, _ = _found(search, goal, at - 1, step.to(tl.int64) * 16)
+        low, _ = _found(search, goal, at - 1, before)
     place = search + at * _PASS
     if tl.program_id(1) == 0:
-        tl.store(place, low)
-    i, value = _values(scaled + r * size, tl.program_id(1) * BLOCK, size, BLOCK)
-    key, weight = _key(value), _weight(value)
-    if SEARCH == _TOP_K:
-        weight = (i < size).to(tl.int64)
-    for k in tl.static_range(_PROBES):
-        total = tl.sum(tl.where(key >= low + k * step.to(tl.int64), weight, 0), 0)
-        tl.atomic_add(place + 1 + k, total)
+        tl.store(place, low.to(tl.int64))
+    none = tl.zeros([BLOCK], tl.int64)
+    one, two = (none, none, none, none), (none, none, none, none)
+    three, four = one, two
+    begin = tl.program_id(1) * span
+    for start in range(begin, tl.minimum(begin + span, size), BLOCK):
+        i, value = _values(scaled + r * size, start, size, BLOCK)
+        key, weight = _key(value), _weight(value)
+        if SEARCH == _TOP_K:
+            weight = (i < size).to(tl.int64)
+        one = _add_four(one, key, weight, low + step, step)
+        two = _add_four(two, key, weight, low + 5 * step, step)
+        three = _add_four(three, key, weight, low + 9 * step, step)
+        four = _add_four(four, key, weight, low + 13 * step, step)
+    _send_four(place + 1, one)
+    _send_four(place + 5, two)
+    _send_four(place + 9, three)
+    _send_four(place + 13, four)
 
 
-@jit("size")
+@jit("size", "span")
 def _keep(
-    scaled, cuts, numbers, size, HAS_K: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr
-):
+    scaled, cuts, numbers, size, span,
+    HAS_K: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sum the weights of a part of a row that top_k keeps, and those that min_p keeps."""
     r = tl.program_id(0).to(tl.int64)
     numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
-    least = tl.full([], _LOWEST, tl.int64)
+    least = tl.full([], _LOWEST, tl.int32)
     if HAS_K:  # ties with the k-th token stay
         least, _ = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
     lightest = tl.ceil(tl.load(cuts + 2) * _UNIT).to(tl.int64)
-    _, value = _values(scaled + r * size, tl.program_id(1) * BLOCK, size, BLOCK)
-    weight = _weight(value)
-    tl.atomic_add(numbers + _KEPT, tl.sum(tl.where(_key(value) >= least, weight, 0), 0))
-    tl.atomic_add(numbers + _KEPT + 1, tl.sum(tl.where(weight >= lightest, weight, 0), 0))
+    best, heavy = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    begin = tl.program_id(1) * span
+    for start in range(begin, tl.minimum(begin + span, size), BLOCK):
+        _, value = _values(scaled + r * size, start, size, BLOCK)
+        weight = _weight(value)
+        best += tl.where(_key(value) >= least, weight, 0)
+        heavy += tl.where(weight >= lightest, weight, 0)
+    tl.atomic_add(numbers + _KEPT, tl.sum(best, 0))
+    tl.atomic_add(numbers + _KEPT + 1, tl.sum(heavy, 0))
 
 
 @jit("size")
@@ -201,21 +235,25 @@ def draw_ranked(
     rows = zip(params, uniforms, strict=True)
     cuts_RC = np.array([(each.top_k, each.top_p, each.min_p, drawn) for each, drawn in rows])
     given = scaled_RV, on_device(cuts_RC, device), numbers_RN
-    block = min(_BLOCK, padded(size))
-    sizes = {"NUMBERS": _NUMBERS, "BLOCK": block, "num_warps": _WARPS}
-    parts = num_rows, -(-size // block)
+    span = max(_LEAST_SPAN, -(-num_rows * size // _PROGRAMS // _THREADS) * _THREADS)
+    sizes = {"NUMBERS": _NUMBERS, "BLOCK": _THREADS, "num_warps": _WARPS}
+    parts = num_rows, -(-size // span)
 
     def look_for(search: tl.constexpr) -> None:
-        for at in range(_PASSES):
-            step = _FIRST_STEP >> 4 * at
-            _look[parts](*given, size, at, step, SEARCH=search.value, HAS_P=has_p, **sizes)
+        before = 0
+        for at, step in enumerate(_STEPS):
+            _look[parts](
+                *given, size, span, at, before, step, SEARCH=search.value, HAS_P=has_p, **sizes
+            )
+            before = step
 
     if has_k:
         look_for(_TOP_K)
-    _keep[parts](*given, size, HAS_K=has_k, **sizes)
+    _keep[parts](*given, size, span, HAS_K=has_k, **sizes)
     if has_p:
         look_for(_TOP_P)
     look_for(_DRAWN)
     drawn_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    sizes["BLOCK"] = min(_NAMED, padded(size))
     _name[(num_rows,)](*given, drawn_R, size, HAS_P=has_p, **sizes)
     return drawn_R
