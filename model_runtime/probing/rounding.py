@@ -1,9 +1,11 @@
 """The spread of rounding in a model's logits, which the self-check allows for.
 
 The untouched model runs again with its sums in another order: a linear adds the products of parts
-of its inputs, last part first, and the angles of its rotation have an error of float32. Every run
-is a sample of what another correct program would answer. Weights with outliers move logits by
-thousands of times more than others do, and the samples show it.
+of its inputs, last part first, and the angles of its rotation have an error of float32. If it has
+layers with states, then its embeddings have such an error, too, because no order of a linear's sums
+shows how those layers round. Every run is a sample of what another correct program would answer.
+Weights with outliers move logits by thousands of times more than others do, and the samples show
+it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,16 +19,22 @@ from torch.overrides import TorchFunctionMode
 
 # Parts of the inputs of a linear, for each sample.
 ORDERS = (2, 3, 5)
-_ROUNDING = 2.0**-24  # of an angle in float32, relative
+_ROUNDING = 2.0**-24  # in float32, relative
 
 
 @contextmanager
-def rounded_otherwise(rotary_modules: Iterable[nn.Module], num_parts: int) -> Iterator[None]:
+def rounded_otherwise(
+    model: nn.Module, rotary_modules: Iterable[nn.Module], num_parts: int
+) -> Iterator[None]:
     """Let an untouched model compute the same with another rounding, within the block."""
     with ExitStack() as stack:
         stack.enter_context(_OtherOrder(num_parts))
         for module in rotary_modules:
             hook = module.register_forward_hook(_moved_angles(num_parts))
+            stack.callback(hook.remove)
+        if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+            hook = embeddings.register_forward_hook(_moved_numbers(num_parts))
             stack.callback(hook.remove)
         yield
 
@@ -79,5 +87,16 @@ def _moved_angles(seed: int) -> Callable[..., Any]:
         cos, sin = (each.float() for each in tables)
         moved = cos - shift_TP * sin, sin + shift_TP * cos
         return tuple(each.to(table.dtype) for each in moved)
+
+    return move
+
+
+def _moved_numbers(seed: int) -> Callable[..., Any]:
+    """Return a hook that moves every output by up to two rounding errors of float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(_module: nn.Module, _inputs: Any, numbers: Tensor) -> Tensor:
+        shifts = (torch.rand(numbers.shape, generator=generator) * 4 - 2).to(numbers.device)
+        return (numbers.float() * (1 + shifts * _ROUNDING)).to(numbers.dtype)
 
     return move

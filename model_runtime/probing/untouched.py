@@ -106,7 +106,7 @@ def original_logits(
         turns = cycle([(plain, long_TV), (scaled, scaled_TV)])
         spreads = []
         for num_parts, (run, expected_TV) in zip(ORDERS, turns, strict=False):
-            with rounded_otherwise(rotaries, num_parts):
+            with rounded_otherwise(model, rotaries, num_parts):
                 spreads.append(difference(run(), expected_TV))
         for implementation, (run, expected_TV) in zip(others, turns, strict=False):
             model.set_attn_implementation(implementation)  # type: ignore[operator]
