@@ -53,7 +53,7 @@ class EngineConfig:
     # Tokens a sequence; 0: no speculation; None: the default if no bit can change, else 0.
     max_draft_tokens: int | None = 0
     num_state_slots: int = 0  # sequences and snapshots of a model with states; 0: it has none
-    enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs of small steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
     kv_disk: Path | None = None  # folder of pages that outlive the process; None: there is none
@@ -126,7 +126,7 @@ class EngineConfig:
     def max_prompt_rows(self) -> int:
         """Return the most rows of a captured step with prompts (cuda_graphs.py); 0: none has any.
 
-        A state advances token by token, and a step's rows end with an open page.
+        A state advances token by token, and a cache in few bits seals a page before the next one.
         """
         is_plain = not self.num_state_slots and not self.seals_pages
         return self.max_num_batched_tokens if is_plain else 0

@@ -186,7 +186,7 @@ def _compile_draws() -> None:
 
     for size in (300, 128_256):
         JITFunction.__getitem__ = _only_compiled(f"{size} logits")
-        draw_ranked(torch.zeros(2, size), [SamplingParams(top_p=0.9)] * 2, [0.1, 0.7])
+        draw_ranked(torch.zeros(2, size), [SamplingParams(top_p=0.9, top_k=20)] * 2, [0.1, 0.7])
 
 
 def _compile_sealed() -> None:

@@ -242,9 +242,10 @@ def by_group(pages_SX: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
 
 
 def single_rows(spans: Sequence[Span]) -> list[Span]:
-    """Return each token of some decodes as a span of its own, which shares its sequence's pages.
+    """Return each token of drafts or short prompts as a span of its own, with logits.
 
-    All keys of a step are written before any are read, so a row sees those of the rows before it.
+    It shares its sequence's pages. All keys of a step are written before any are read, so a row
+    sees those of the rows before it.
     """
     return [
         Span(

@@ -169,8 +169,8 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
 
     Every layer launches all of its kernels: with all rows, and with those that need logits. Pages
-    that are sealed are filled and crossed, too. Then a token is drawn from the best ones. The steps
-    write only to `page`, which no sequence may hold.
+    that are sealed are filled and crossed, too. Then a token is drawn with every kernel of
+    a draw. The steps write only to `page`, which no sequence may hold.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
     pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
@@ -181,7 +181,7 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         logits_RV = runner.run(spans)
-    drawn = SamplingRow(SamplingParams(top_p=0.9), 0, frozenset())
+    drawn = SamplingRow(SamplingParams(top_p=0.9, top_k=20), 0, frozenset())
     sample_rows(logits_RV[:1], [0], [drawn])
     if config.kv_cache_dtype != EXACT:
         runner.run([decode])  # a step within one page can be one compiled call

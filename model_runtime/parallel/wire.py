@@ -54,7 +54,7 @@ class Kind(enum.IntEnum):
     TABLE = 4  # JSON: a profile that needs a rotation table
     STEP = 5  # int32: spans whose tokens are in the message
     FOLLOWING_STEP = 6  # int32: spans whose tokens rank 0 sends from its device
-    CAPTURE = 7  # JSON: the limits of captured decode steps
+    CAPTURE = 7  # JSON: the limits of captured steps
     FAULT = 8  # text, from a follower: the sentence of its last error
 
 

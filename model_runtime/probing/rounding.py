@@ -3,9 +3,9 @@
 The untouched model runs again with its sums in another order: a linear adds the products of parts
 of its inputs, last part first, and the angles of its rotation have an error of float32. If it has
 layers with states, then its embeddings have such an error, too, because no order of a linear's sums
-shows how those layers round. Every run is a sample of what another correct program would answer.
-Weights with outliers move logits by thousands of times more than others do, and the samples show
-it.
+shows how those layers round; numbers of bfloat16 do not move by so little. Every run is a sample of
+what another correct program would answer. Weights with outliers move logits by thousands of times
+more than others do, and the samples show it.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -54,15 +54,16 @@ class RecordingError(RuntimeError):
 WithOwn = Callable[[Batch, Tensor], Batch]
 _FIELDS = 4  # of a sequence's token, before its pages by group of layers, its slots and open page
 MOST_RECORDED = 512  # rows
-# Keys that all rows of prompts may read in a captured step. A Llama 3 8B reads them in about 5 ms
-# of an H200, and saves 20 ms and more of launches.
-_MOST_PROMPT_KEYS = 131_072
+# Keys and values that all rows of prompts may read in a captured step: 131,072 of a Llama 3 8B in
+# bfloat16. An H200 reads them in about 5 ms, and the launches of such a step take 24 ms.
+MOST_PROMPT_BYTES = 2**34
 
 
 def recorded_sizes(max_rows: int, max_prompt_rows: int = 0) -> list[int]:
-    """Return the captured numbers of rows, ascending; at most about half of a step is padding.
+    """Return the captured numbers of rows, ascending; less than half of a larger step is padding.
 
-    `max_rows`: of decodes. `max_prompt_rows`: of steps with prompts; they have fewer sizes.
+    `max_rows`: of decodes. `max_prompt_rows`: of steps with prompts; they have fewer sizes, from 8
+    rows on.
     """
     most = min(max_rows, MOST_RECORDED)
     steps = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32)]
@@ -129,7 +130,6 @@ class _Recorded:
     numbers_FS: Tensor
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
-    logit_rows_R: np.ndarray  # the host's copy of the batch's
     logits_RV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
     generation: int  # of the rotation tables at capture; in another they are elsewhere
@@ -140,7 +140,7 @@ class DecodeGraphs:
 
     `forward`: returns the logits [R, V] of a batch in any dtype, and never waits for the device.
     `max_rows`: of decodes, and rows of logits of any step. `max_prompt_rows`: of steps with
-    prompts; 0: none are captured.
+    prompts; 0: none are captured. `most_prompt_keys`: that the rows of prompts read together.
     `spare_page`: a page that no sequence holds. `num_groups`: of layers, with a page each.
     `has_states`: the model has layers with states. Padding reads zeros there, and writes nothing.
     `with_own`: of a cache that seals pages, whose open page `spare_open` no sequence holds.
@@ -157,6 +157,7 @@ class DecodeGraphs:
         max_rows: int,
         spare_page: int,
         max_prompt_rows: int = 0,
+        most_prompt_keys: int = 0,
         num_groups: int = 1,
         has_states: bool = False,
         with_own: WithOwn | None = None,
@@ -177,9 +178,12 @@ class DecodeGraphs:
         self._record = record
         self._max_rows = min(max_rows, MOST_RECORDED)
         self._max_prompt_rows = min(max_prompt_rows, MOST_RECORDED)
+        self._most_prompt_keys = most_prompt_keys
         self._sizes = recorded_sizes(max_rows, max_prompt_rows)
         self._recorded: dict[int, _Recorded] = {}
         self._logits_RV: Tensor | None = None  # of the last replay, made by the first capture
+        # By size: the rows of logits that its captured step has, if they are not 0, 1, 2 and so on.
+        self._logit_rows: dict[int, Sequence[int]] = {}
 
     def record_all(self) -> int:
         """Capture every size and return their number; the largest first, the others fit its memory.
@@ -193,14 +197,12 @@ class DecodeGraphs:
 
     def takes(self, spans: Sequence[Span]) -> bool:
         """Return whether a captured step computes these spans."""
-        num_rows = sum(len(span.token_ids) for span in spans)
-        num_logits = sum(len(span.logit_rows) for span in spans)
-        if num_rows == len(spans):
-            return num_rows <= self._max_rows and num_logits == num_rows
+        if _are_decodes(spans):
+            return len(spans) <= self._max_rows
         return (
-            num_rows <= self._max_prompt_rows
-            and num_logits <= self._max_rows
-            and sum(map(_keys_of_prompt, spans)) <= _MOST_PROMPT_KEYS
+            sum(len(span.token_ids) for span in spans) <= self._max_prompt_rows
+            and sum(len(span.logit_rows) for span in spans) <= self._max_rows
+            and sum(map(_keys_of_prompt, spans)) <= self._most_prompt_keys
         )
 
     def prepared(
@@ -214,15 +216,16 @@ class DecodeGraphs:
         An earlier step may still run. The inputs on the device are filled after it, in the order
         of the stream. Their source on the host is new each time (`fill`).
         """
-        logit_rows = host_logits_indices(spans)
-        num_logits = sum(len(span.logit_rows) for span in spans)
-        if any(len(span.token_ids) > 1 for span in spans):
+        num_logits, logit_rows = len(spans), None
+        if not _are_decodes(spans):
+            num_logits = sum(len(span.logit_rows) for span in spans)
+            logit_rows = host_logits_indices(spans)
             spans = single_rows(spans)
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
         if recorded is None or recorded.generation != self._tables.generation:
             recorded = self._recorded[size] = self._new(size)
-        self._fill_logit_rows(recorded, logit_rows)
+        self._fill_logit_rows(size, recorded.batch.logit_rows_R, logit_rows)
         changed = recorded.pages.follow(spans)
         if changed is not None:
             try:
@@ -243,15 +246,22 @@ class DecodeGraphs:
 
         return run
 
-    def _fill_logit_rows(self, recorded: _Recorded, logit_rows: Sequence[int]) -> None:
-        """Send the rows that need logits, if they are others than those of the step before."""
-        wanted_R = np.arange(len(recorded.logit_rows_R))
-        wanted_R[: len(logit_rows)] = logit_rows
-        if not np.array_equal(wanted_R, recorded.logit_rows_R):
-            fill(recorded.batch.logit_rows_R, wanted_R)
-            recorded.logit_rows_R[:] = wanted_R
+    def _fill_logit_rows(self, size: int, rows_R: Tensor, wanted: Sequence[int] | None) -> None:
+        """Send the rows that need logits, if this size had others before. None: 0, 1, 2 and so on.
 
-    def _kept(self, logits_RV: Tensor) -> Tensor:
+        `rows_R`: where the captured step reads them.
+        """
+        if wanted == self._logit_rows.get(size):
+            return
+        numbers_R = np.arange(len(rows_R))
+        numbers_R[: len(wanted or ())] = wanted or ()
+        fill(rows_R, numbers_R)
+        if wanted is None:
+            del self._logit_rows[size]
+        else:
+            self._logit_rows[size] = wanted
+
+    def _in_one_place(self, logits_RV: Tensor) -> Tensor:
         """Copy logits to the one place that all captured steps write to, as float32."""
         if self._logits_RV is None:
             shape = self._max_rows, logits_RV.shape[1]
@@ -331,13 +341,17 @@ class DecodeGraphs:
             batch = self._with_own(batch, numbers_FS[-1])
         pages = PageTable(size, num_pages * num_groups, self._spare_page)
         try:
-            logits_RV, replay = self._record(lambda: self._kept(self._forward(batch)))
+            logits_RV, replay = self._record(lambda: self._in_one_place(self._forward(batch)))
         except torch.OutOfMemoryError:  # it may work with one request fewer
             raise
         except RuntimeError as error:
             raise RecordingError(f"{type(error).__name__}: {error}") from error
-        rows_R, generation = np.arange(num_logits), self._tables.generation
-        return _Recorded(numbers_FS, batch, pages, rows_R, logits_RV, replay, generation)
+        self._logit_rows.pop(size, None)
+        return _Recorded(numbers_FS, batch, pages, logits_RV, replay, self._tables.generation)
+
+
+def _are_decodes(spans: Sequence[Span]) -> bool:
+    return all(len(span.token_ids) == len(span.logit_rows) == 1 for span in spans)
 
 
 def _keys_of_prompt(span: Span) -> int:

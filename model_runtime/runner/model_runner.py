@@ -28,6 +28,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.last_layer import (
@@ -40,7 +41,12 @@ from ropewalk.model_runtime.layers.last_layer import (
 )
 from ropewalk.model_runtime.layers.merged_linear import forget_results
 from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
-from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
+from ropewalk.model_runtime.runner.cuda_graphs import (
+    MOST_PROMPT_BYTES,
+    DecodeGraphs,
+    Recorder,
+    RecordingError,
+)
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sampled_on_device, split_told
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
@@ -146,7 +152,9 @@ class ModelRunner:
         self._store = store
         self._tables = tables
         self._page_size = page_size
-        self._device = next(model.parameters()).device
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        self._token_bytes = bytes_per_token(plans, parameter.dtype)
         self._backend = backend or store.own_backend() or backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
@@ -277,6 +285,7 @@ class ModelRunner:
             max_rows=max_rows,
             spare_page=spare_page,
             max_prompt_rows=max_prompt_rows,
+            most_prompt_keys=MOST_PROMPT_BYTES // self._token_bytes,
             num_groups=self._store.num_groups,
             has_states=self._states is not None,
             **_recorded_own(self._store),

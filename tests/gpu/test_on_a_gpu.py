@@ -28,10 +28,11 @@ from ropewalk.model_runtime.gpu import flash as triton_flash
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.request import FinishReason
+from ropewalk.model_runtime.request import FinishReason, SamplingParams
 from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
+from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
@@ -305,8 +306,12 @@ def test_no_request_waits_for_a_compilation(
         return compile_kernel(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "_do_compile", noted)
-    for spans in random_steps(random.Random(0), 100):
-        runner.run(spans)
+    cuts = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5}]
+    for number, spans in enumerate(random_steps(random.Random(0), 100)):
+        logits_RV = runner.run(spans)
+        params = SamplingParams(temperature=1.0, **cuts[number % 4])
+        places = range(min(len(logits_RV), 1 + number // 4))
+        sample_rows(logits_RV, places, [SamplingRow(params, 0, frozenset())] * len(places))
     torch.cuda.synchronize()
     assert compiled == []
 

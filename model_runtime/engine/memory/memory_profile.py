@@ -40,8 +40,7 @@ GRAPH_BYTES = 8 * 2**20
 # warm-up, the capture and the replay of steps.
 WORKSPACE_BYTES = 3 * 32 * 2**20
 # The parameters with the largest sampler tensors. A bias copies the logits. Rows without a cut are
-# drawn from sums in float64, and top_p ranks a row. The temperature makes all tokens alike, so that
-# no row's nucleus ends among its candidates.
+# drawn from sums in float64, and a device without triton sorts some rows under top_p.
 _DRAWN = SamplingParams(temperature=1e9, logit_bias=((0, 0.0),))
 _RANKED = replace(_DRAWN, top_p=0.9)
 _GREEDY = replace(_DRAWN, temperature=0.0)
@@ -197,7 +196,9 @@ def captured_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[
     """Return the spans of the largest captured step: one token per row, logits for the first."""
     num_logits = min(config.max_decode_rows, MOST_RECORDED)
     most = recorded_sizes(config.max_decode_rows, config.max_prompt_rows)[-1]
-    spans = decode_step(replace(config, max_num_seqs=most), table_id, vocab_size)
+    spans = decode_step(
+        replace(config, max_num_seqs=most, max_draft_tokens=0), table_id, vocab_size
+    )
     return [span if at < num_logits else _unscored(span) for at, span in enumerate(spans)]
 
 

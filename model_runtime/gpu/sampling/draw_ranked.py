@@ -2,8 +2,9 @@
 
 Tokens are ranked by their logit, and equal ones by their id. Each cut keeps a prefix of the ranks,
 so the smallest of the prefixes is kept, and its weight is all that a draw needs. The last logit of
-a prefix is found among the numbers that float32 has. A pass sums the weights from 16 keys on, and
-the next one looks between two neighbours of them. After 8 passes these are neighbours in float32.
+a prefix is found among the numbers that float32 has. For each of 16 keys, a pass sums the weights
+of the tokens with at least that key, and the next pass looks between two neighbours of these keys.
+After 8 passes they are neighbours in float32.
 
 Weights are whole numbers, whose sums do not depend on an order. So many programs share a row, a
 row has the same draw in any batch, and the host waits for nothing.
@@ -25,8 +26,8 @@ from ropewalk.model_runtime.gpu.rotate import jit, padded
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.transfer import on_device
 
-_THREADS, _WARPS = 256, 8  # of a program; a thread sums one token at a time
-_NAMED = 4096  # tokens that a program holds at once when it names the drawn one
+_BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
+_SEARCHED = 4096  # the same where it looks for the drawn token
 _PROGRAMS, _LEAST_SPAN = 1056, 2048  # eight for each processor of an H200; tokens of a program
 # Between the keys of each pass. All keys are within 2**31.
 _STEPS = (2**27, 2**23, 2**19, 2**15, 2**11, 2**7, 2**3, 1)
@@ -65,10 +66,10 @@ def _values(row, at, size, BLOCK: tl.constexpr):
 
 @jit
 def _found(search, goal, at, step):
-    """Return the largest key of a pass from which on there is `goal`, and the sum behind it."""
+    """Return the largest key of a pass from which on there is `goal`, and the sum above it."""
     place = search + at * _PASS
     sums = tl.load(place + 1 + tl.arange(0, _PROBES))
-    # The last one is known to have less. If even the lowest key has, it is the one.
+    # The last of these keys is known to have less. If the first has, too, the lowest is returned.
     num = tl.sum((sums >= goal).to(tl.int32), 0)
     return tl.load(place).to(tl.int32) + num * step, tl.load(place + 1 + num)
 
@@ -103,12 +104,12 @@ def _goal(numbers, cuts, SEARCH: tl.constexpr):
 
 
 @jit
-def _target(numbers, cuts, HAS_P: tl.constexpr):
-    """Return the weight before the drawn token's end, in the order of ranks."""
+def _target(numbers, cuts):
+    """Return the drawn place among the kept weights; the token that covers it is drawn."""
     kept = tl.load(numbers + _KEPT)
-    if HAS_P:
-        nucleus = _kept_by_top_p(numbers, cuts)
-        kept = tl.where(tl.load(cuts + 1) < 1.0, tl.minimum(kept, nucleus), kept)
+    # Without top_p in any row, no search for it was made, and its numbers are zeros.
+    nucleus = _kept_by_top_p(numbers, cuts)
+    kept = tl.where(tl.load(cuts + 1) < 1.0, tl.minimum(kept, nucleus), kept)
     kept = tl.minimum(kept, tl.load(numbers + _KEPT + 1))
     one = tl.full([], _UNIT, tl.float64).to(tl.int64)
     kept = tl.maximum(kept, one)  # the likeliest token stays
@@ -136,7 +137,7 @@ def _send_four(place, totals):
 @jit("size", "span", "at", "before", "step")
 def _look(
     scaled, cuts, numbers, size, span, at, before, step,
-    SEARCH: tl.constexpr, HAS_P: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+    SEARCH: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum a part of a row from each key of a pass on. Tokens are counted in the search for top_k.
 
@@ -147,10 +148,7 @@ def _look(
     search = numbers + SEARCH * _SEARCH
     low = tl.full([], _LOWEST, tl.int32)
     if at > 0:
-        if SEARCH == _DRAWN:
-            goal = _target(numbers, cuts, HAS_P) + 1
-        else:
-            goal = _goal(numbers, cuts, SEARCH)
+        goal = _target(numbers, cuts) + 1 if SEARCH == _DRAWN else _goal(numbers, cuts, SEARCH)
         low, _ = _found(search, goal, at - 1, before)
     place = search + at * _PASS
     if tl.program_id(1) == 0:
@@ -175,16 +173,12 @@ def _look(
 
 
 @jit("size", "span")
-def _keep(
-    scaled, cuts, numbers, size, span,
-    HAS_K: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _keep(scaled, cuts, numbers, size, span, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the weights of a part of a row that top_k keeps, and those that min_p keeps."""
     r = tl.program_id(0).to(tl.int64)
     numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
-    least = tl.full([], _LOWEST, tl.int32)
-    if HAS_K:  # ties with the k-th token stay
-        least, _ = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
+    kth, _ = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
+    least = tl.where(tl.load(cuts) > 0, kth, _LOWEST)  # ties with the k-th token stay
     lightest = tl.ceil(tl.load(cuts + 2) * _UNIT).to(tl.int64)
     best, heavy = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     begin = tl.program_id(1) * span
@@ -198,15 +192,12 @@ def _keep(
 
 
 @jit("size")
-def _name(
-    scaled, cuts, numbers, drawn, size,
-    HAS_P: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _find(scaled, cuts, numbers, drawn, size, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """Find the token of one row: of those with the drawn key, the one at the drawn place."""
     r = tl.program_id(0).to(tl.int64)
     row = scaled + r * size
     numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
-    target = _target(numbers, cuts, HAS_P)
+    target = _target(numbers, cuts)
     key, above = _found(numbers + _DRAWN * _SEARCH, target + 1, _LAST, 1)
     nth = (target - above) // _weight_of(key)
     token = tl.zeros([BLOCK], tl.int32)
@@ -230,30 +221,27 @@ def draw_ranked(
     """
     scaled_RV = scaled_RV.contiguous()
     device, (num_rows, size) = scaled_RV.device, scaled_RV.shape
-    has_k, has_p = any(each.top_k for each in params), any(each.top_p < 1 for each in params)
     numbers_RN = torch.zeros(num_rows, _NUMBERS, dtype=torch.int64, device=device)
     rows = zip(params, uniforms, strict=True)
     cuts_RC = np.array([(each.top_k, each.top_p, each.min_p, drawn) for each, drawn in rows])
     given = scaled_RV, on_device(cuts_RC, device), numbers_RN
-    span = max(_LEAST_SPAN, -(-num_rows * size // _PROGRAMS // _THREADS) * _THREADS)
-    sizes = {"NUMBERS": _NUMBERS, "BLOCK": _THREADS, "num_warps": _WARPS}
+    span = max(_LEAST_SPAN, -(-num_rows * size // _PROGRAMS // _BLOCK) * _BLOCK)
+    sizes = {"NUMBERS": _NUMBERS, "BLOCK": _BLOCK, "num_warps": _WARPS}
     parts = num_rows, -(-size // span)
 
     def look_for(search: tl.constexpr) -> None:
         before = 0
         for at, step in enumerate(_STEPS):
-            _look[parts](
-                *given, size, span, at, before, step, SEARCH=search.value, HAS_P=has_p, **sizes
-            )
+            _look[parts](*given, size, span, at, before, step, SEARCH=search.value, **sizes)
             before = step
 
-    if has_k:
+    if any(each.top_k for each in params):
         look_for(_TOP_K)
-    _keep[parts](*given, size, span, HAS_K=has_k, **sizes)
-    if has_p:
+    _keep[parts](*given, size, span, **sizes)
+    if any(each.top_p < 1 for each in params):
         look_for(_TOP_P)
     look_for(_DRAWN)
     drawn_R = torch.empty(num_rows, dtype=torch.int64, device=device)
-    sizes["BLOCK"] = min(_NAMED, padded(size))
-    _name[(num_rows,)](*given, drawn_R, size, HAS_P=has_p, **sizes)
+    sizes["BLOCK"] = min(_SEARCHED, padded(size))
+    _find[(num_rows,)](*given, drawn_R, size, **sizes)
     return drawn_R

@@ -55,7 +55,7 @@ def test_programs_that_share_a_row_draw_as_a_sort_does(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that are evenly spread give each token its share."""
-    for name, number in (("_THREADS", 32), ("_LEAST_SPAN", 64), ("_NAMED", 128)):
+    for name, number in (("_BLOCK", 32), ("_LEAST_SPAN", 64), ("_SEARCHED", 128)):
         monkeypatch.setattr(kernels, name, number)
     num, size = (1000, 700) if DEVICE.type == "cuda" else (10, 300)
     row_V = (torch.randn(size, generator=torch.Generator().manual_seed(3)) * 3).bfloat16().float()

@@ -21,12 +21,13 @@ from ropewalk.model_runtime.attention import work_list
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner import cuda_graphs
+from ropewalk.model_runtime.runner import cuda_graphs, model_runner
 from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
@@ -132,10 +133,11 @@ def test_larger_prompts_are_not_replayed(
 ) -> None:
     """The bounds are tokens, rows of logits, and keys that the rows of prompts read."""
     record = Again()
+    token_bytes = bytes_per_token(checkpoint.plans, torch.float32)
+    monkeypatch.setattr(model_runner, "MOST_PROMPT_BYTES", (10 + 5 * 100 + 15) * token_bytes)
     (profile, *_) = profiles = profiles_of(deployment_of(checkpoint))
     runner = runner_of(checkpoint, record, profiles, max_prompt_rows=16)
     table_id = runner.table_id(profile)
-    monkeypatch.setattr(cuda_graphs, "_MOST_PROMPT_KEYS", 10 + 5 * 100 + 15)
     four, last = Span([5] * 4, 0, [0], table_id, range(3, 4)), range(4, 5)
     behind = Span([5] * 5, 100, range(1, 8), table_id, last)
     decode = Span([5], 200, range(20, 33), table_id, range(1))
@@ -145,6 +147,7 @@ def test_larger_prompts_are_not_replayed(
         ([four._replace(logit_rows=range(4)), behind._replace(logit_rows=range(2, 5))], False),
         ([four, behind._replace(first_position=101), decode], False),
         ([four._replace(token_ids=[5] * 16), decode], False),
+        ([decode._replace(logit_rows=range(0)), decode], True),  # a chunk of one token
     ):
         before = record.num_replayed
         num_logits = sum(len(span.logit_rows) for span in spans)
