@@ -42,6 +42,7 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.request import Output, Request, SamplingParams
 from ropewalk.model_runtime.runner import step_timer
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import native_rope
@@ -103,7 +104,8 @@ def _decoding(num_seqs: int, observed: Callable[[EngineConfig], Observer]) -> En
     tokenizer, newest = _tokenizer(), deque[Output](maxlen=1)
     model = _ReadyLogits(max(num_seqs, 64), tokenizer)
     runner = ModelRunner(model, {}, store, tables, _PAGE)
-    runner.capture_graphs(max_len, num_seqs, config.num_pages, _nothing_to_replay)
+    limits = CaptureLimits(max_len, num_seqs, config.num_pages)
+    runner.capture_graphs(limits, _nothing_to_replay)
     core = EngineCore(runner, config, observed(config))
     for index in range(num_seqs):
         prompt = tuple((index * 31 + at * 7) % 256 for at in range(_PROMPT))

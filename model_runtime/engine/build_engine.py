@@ -9,6 +9,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, ROUNDED
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
@@ -25,7 +26,11 @@ from ropewalk.model_runtime.runner.backends import (
     sealed_store,
     state_store,
 )
-from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.model_runtime.runner.cuda_graphs import (
+    MOST_PROMPT_BYTES,
+    CaptureLimits,
+    cuda_recorder,
+)
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from ropewalk.model_runtime.state_shape import StatePart, bytes_per_state
@@ -75,13 +80,15 @@ def _built(
         if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config)
     if is_captured:
-        runner.capture_graphs(
+        limits = CaptureLimits(
             config.max_model_len,
             config.max_decode_rows,
-            config.num_pages,
-            cuda_recorder(checkpoint.device),
-            config.max_prompt_rows,
+            spare_page=config.num_pages,
+            max_prompt_rows=config.max_prompt_rows,
+            most_prompt_keys=MOST_PROMPT_BYTES
+            // bytes_per_token(checkpoint.plans, checkpoint.dtype),
         )
+        runner.capture_graphs(limits, cuda_recorder(checkpoint.device))
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     tier = None
     if config.tier_setting is not None:

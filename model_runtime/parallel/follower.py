@@ -25,7 +25,7 @@ from ropewalk.model_runtime.parallel.group import Group
 from ropewalk.model_runtime.parallel.plan import plan_of
 from ropewalk.model_runtime.parallel.wire import Kind, Link, SpanUnpacker, profile_of
 from ropewalk.model_runtime.runner.backends import new_store
-from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits, cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.transfer import make_current
 
@@ -71,7 +71,8 @@ class Follower:
         elif kind is Kind.TABLE:
             self.runner.table_id(profile_of(values))
         elif kind is Kind.CAPTURE:
-            self.runner.capture_graphs(**values, record=cuda_recorder(self.checkpoint.device))
+            limits = CaptureLimits(**values)
+            self.runner.capture_graphs(limits, cuda_recorder(self.checkpoint.device))
 
     def _join(self, values: Any) -> None:
         torch.set_num_threads(values["num_threads"])

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.parallel.followers import Followers
 from ropewalk.model_runtime.parallel.group import Group, RanksApartError
 from ropewalk.model_runtime.parallel.plan import Plan, check_devices, plan_of
 from ropewalk.model_runtime.parallel.wire import Kind, SpanPacker, json_bytes, profile_values
-from ropewalk.model_runtime.runner.cuda_graphs import Recorder
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits, Recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
 
@@ -88,23 +88,10 @@ class MirroredRunner(ModelRunner):
 
         return run
 
-    def capture_graphs(
-        self,
-        max_len: int,
-        max_rows: int,
-        spare_page: int,
-        record: Recorder,
-        max_prompt_rows: int = 0,
-    ) -> None:
+    def capture_graphs(self, limits: CaptureLimits, record: Recorder) -> None:
         """Capture small steps on every rank; the gathers in them run while they are captured."""
-        limits = {
-            "max_len": max_len,
-            "max_rows": max_rows,
-            "spare_page": spare_page,
-            "max_prompt_rows": max_prompt_rows,
-        }
-        self._followers.send(Kind.CAPTURE, json_bytes(limits))
-        super().capture_graphs(record=record, **limits)
+        self._followers.send(Kind.CAPTURE, json_bytes(asdict(limits)))
+        super().capture_graphs(limits, record)
 
     def check_device(self) -> None:
         """Wait for the device. Raises if it no longer works, or if the ranks are apart."""

@@ -135,13 +135,22 @@ class _Recorded:
     generation: int  # of the rotation tables at capture; in another they are elsewhere
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """The steps that are captured. All ranks of a divided model must have the same."""
+
+    max_len: int  # of a context
+    max_rows: int  # of decodes, and rows of logits of any step
+    spare_page: int  # that no sequence holds, for padding
+    max_prompt_rows: int = 0  # of steps with prompts; 0: none are captured
+    most_prompt_keys: int = 0  # that the rows of prompts read together
+
+
 class DecodeGraphs:
     """The captured steps, which are replayed. Not thread-safe.
 
     `forward`: returns the logits [R, V] of a batch in any dtype, and never waits for the device.
-    `max_rows`: of decodes, and rows of logits of any step. `max_prompt_rows`: of steps with
-    prompts; 0: none are captured. `most_prompt_keys`: that the rows of prompts read together.
-    `spare_page`: a page that no sequence holds. `num_groups`: of layers, with a page each.
+    `num_groups`: of layers, with a page each.
     `has_states`: the model has layers with states. Padding reads zeros there, and writes nothing.
     `with_own`: of a cache that seals pages, whose open page `spare_open` no sequence holds.
     """
@@ -151,13 +160,9 @@ class DecodeGraphs:
         forward: Callable[[Batch], Tensor],
         tables: RopeTables,
         record: Recorder,
+        limits: CaptureLimits,
         *,
         page_size: int,
-        max_len: int,
-        max_rows: int,
-        spare_page: int,
-        max_prompt_rows: int = 0,
-        most_prompt_keys: int = 0,
         num_groups: int = 1,
         has_states: bool = False,
         with_own: WithOwn | None = None,
@@ -173,13 +178,10 @@ class DecodeGraphs:
         self._forward = forward
         self._tables = tables
         self._page_size = page_size
-        self._max_len = max_len
-        self._spare_page = spare_page
+        self._limits = limits
         self._record = record
-        self._max_rows = min(max_rows, MOST_RECORDED)
-        self._max_prompt_rows = min(max_prompt_rows, MOST_RECORDED)
-        self._most_prompt_keys = most_prompt_keys
-        self._sizes = recorded_sizes(max_rows, max_prompt_rows)
+        self._max_rows = min(limits.max_rows, MOST_RECORDED)
+        self._sizes = recorded_sizes(limits.max_rows, limits.max_prompt_rows)
         self._recorded: dict[int, _Recorded] = {}
         self._logits_RV: Tensor | None = None  # of the last replay, made by the first capture
         # By size: the rows of logits that its captured step has, if they are not 0, 1, 2 and so on.
@@ -200,9 +202,10 @@ class DecodeGraphs:
         if _are_decodes(spans):
             return len(spans) <= self._max_rows
         return (
-            sum(len(span.token_ids) for span in spans) <= self._max_prompt_rows
+            sum(len(span.token_ids) for span in spans)
+            <= min(self._limits.max_prompt_rows, MOST_RECORDED)
             and sum(len(span.logit_rows) for span in spans) <= self._max_rows
-            and sum(map(_keys_of_prompt, spans)) <= self._most_prompt_keys
+            and sum(map(_keys_of_prompt, spans)) <= self._limits.most_prompt_keys
         )
 
     def prepared(
@@ -303,13 +306,13 @@ class DecodeGraphs:
     def _new(self, size: int) -> _Recorded:
         """Capture a step of padding; the same kernels read longer sequences and other pages."""
         device = self._tables.device
-        num_pages = -(-self._max_len // self._page_size)
+        num_pages = -(-self._limits.max_len // self._page_size)
         num_groups = self._num_groups
         numbers_FS = torch.zeros(self._num_fields, size, dtype=torch.int64, device=device)
         page_GS = numbers_FS[_FIELDS : _FIELDS + num_groups]
-        page_GS[:] = self._spare_page
+        page_GS[:] = self._limits.spare_page
         page_table_GSN = torch.full(
-            (num_groups, size, num_pages), self._spare_page, dtype=torch.int32, device=device
+            (num_groups, size, num_pages), self._limits.spare_page, dtype=torch.int32, device=device
         )
         token_ids_S, position_S, offset_S, table_S = numbers_FS[:_FIELDS]
         numbers_FS[self._slots] = NO_SLOT
@@ -339,7 +342,7 @@ class DecodeGraphs:
         if self._with_own is not None:
             numbers_FS[-1] = open_codes(self._spare_open)
             batch = self._with_own(batch, numbers_FS[-1])
-        pages = PageTable(size, num_pages * num_groups, self._spare_page)
+        pages = PageTable(size, num_pages * num_groups, self._limits.spare_page)
         try:
             logits_RV, replay = self._record(lambda: self._in_one_place(self._forward(batch)))
         except torch.OutOfMemoryError:  # it may work with one request fewer

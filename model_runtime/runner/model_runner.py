@@ -28,7 +28,6 @@ from ropewalk.model_runtime.attention.paged_attention import (
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.last_layer import (
@@ -42,7 +41,7 @@ from ropewalk.model_runtime.layers.last_layer import (
 from ropewalk.model_runtime.layers.merged_linear import forget_results
 from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
 from ropewalk.model_runtime.runner.cuda_graphs import (
-    MOST_PROMPT_BYTES,
+    CaptureLimits,
     DecodeGraphs,
     Recorder,
     RecordingError,
@@ -152,9 +151,7 @@ class ModelRunner:
         self._store = store
         self._tables = tables
         self._page_size = page_size
-        parameter = next(model.parameters())
-        self._device = parameter.device
-        self._token_bytes = bytes_per_token(plans, parameter.dtype)
+        self._device = next(model.parameters()).device
         self._backend = backend or store.own_backend() or backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
@@ -262,15 +259,8 @@ class ModelRunner:
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
     @torch.inference_mode()
-    def capture_graphs(
-        self,
-        max_len: int,
-        max_rows: int,
-        spare_page: int,
-        record: Recorder,
-        max_prompt_rows: int = 0,
-    ) -> None:
-        """Capture small steps, and replay them from now on. The limits are those of DecodeGraphs.
+    def capture_graphs(self, limits: CaptureLimits, record: Recorder) -> None:
+        """Capture small steps, and replay them from now on.
 
         Takes seconds. If the capture fails, then kernels are queued one by one. Raises ModelError
         if memory runs out on one of several ranks, because only this rank would give up.
@@ -280,12 +270,8 @@ class ModelRunner:
             self._single_tokens,
             self._tables,
             record,
+            limits,
             page_size=self._page_size,
-            max_len=max_len,
-            max_rows=max_rows,
-            spare_page=spare_page,
-            max_prompt_rows=max_prompt_rows,
-            most_prompt_keys=MOST_PROMPT_BYTES // self._token_bytes,
             num_groups=self._store.num_groups,
             has_states=self._states is not None,
             **_recorded_own(self._store),

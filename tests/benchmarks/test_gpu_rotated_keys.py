@@ -14,7 +14,7 @@ from ropewalk.model_runtime.attention.paged_attention import AttentionCall
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits, cuda_recorder
 from ropewalk.rope import Angles, Profile, Yarn, native_rope, rotate
 
 pytestmark = pytest.mark.costly(by="file")
@@ -36,7 +36,7 @@ def logits(checkpoint: Checkpoint, kind: str, *, is_recorded: bool = False) -> T
     runner = build_runner(checkpoint, CONFIG, [SCALED, LONGER], KINDS[kind])
     if is_recorded:
         limits = CONFIG.max_model_len, CONFIG.max_num_seqs, CONFIG.num_pages
-        runner.capture_graphs(*limits, cuda_recorder(DEVICE))
+        runner.capture_graphs(CaptureLimits(*limits), cuda_recorder(DEVICE))
     ids = torch.arange(300).mul(37).remainder(2048).tolist()
     table_ids = [runner.table_id(SCALED), runner.table_id(LONGER)]
 

@@ -14,6 +14,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits, Recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
@@ -57,9 +58,22 @@ def runner_of(
     )
     runner = build_runner(checkpoint, larger, profiles)
     if record is not None:
-        limits = CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE
-        runner.capture_graphs(*limits, record, max_prompt_rows)
+        capture(runner, record, max_prompt_rows=max_prompt_rows)
     return runner
+
+
+def capture(
+    runner: ModelRunner,
+    record: Recorder,
+    *,
+    max_rows: int = CONFIG.max_num_seqs,
+    max_prompt_rows: int = 0,
+    most_prompt_keys: int = 100_000,
+    spare_page: int = SPARE,
+) -> None:
+    """Capture a runner's steps over contexts of the common length."""
+    rows = max_rows, spare_page, max_prompt_rows, most_prompt_keys
+    runner.capture_graphs(CaptureLimits(CONFIG.max_model_len, *rows), record)
 
 
 class Conversations:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ropewalk.model_runtime.parallel.wire import (
     profile_of,
     profile_values,
 )
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Unscaled, Yarn
 from ropewalk.rope.positions import DualChunk
 from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
@@ -41,6 +43,12 @@ def test_spans_survive_the_wire(sent: list[Span]) -> None:
     found = SpanUnpacker().unpack(SpanPacker().pack(sent))
     assert [each._replace(pages=list(each.pages)) for each in found] == sent
     assert all(isinstance(each.pages, np.ndarray) for each in found)
+
+
+def test_the_limits_of_captured_steps_survive_the_wire() -> None:
+    """Ranks with other limits would capture or take other steps, and wait for each other."""
+    limits = CaptureLimits(256, 6, 9, 32, 4096)
+    assert CaptureLimits(**json.loads(json_bytes(asdict(limits)))) == limits
 
 
 def test_a_page_table_is_sent_when_it_has_changed() -> None:

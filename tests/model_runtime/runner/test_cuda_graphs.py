@@ -21,19 +21,23 @@ from ropewalk.model_runtime.attention import work_list
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner import cuda_graphs, model_runner
-from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
+from ropewalk.model_runtime.runner import cuda_graphs
+from ropewalk.model_runtime.runner.cuda_graphs import (
+    MOST_RECORDED,
+    CaptureLimits,
+    DecodeGraphs,
+    recorded_sizes,
+)
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.rope import Profile
 from tests.doubles.engines import deployment_of
-from tests.doubles.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
+from tests.doubles.recorded_runners import CONFIG, SPARE, Again, Conversations, capture, runner_of
 from tests.oracles.triton_attention import interpreted_checkpoint
 
 TABLES = 20  # places for rotation tables
@@ -128,15 +132,12 @@ def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> Non
 
 
 @pytest.mark.costly
-def test_larger_prompts_are_not_replayed(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_prompts_are_not_replayed(checkpoint: Checkpoint) -> None:
     """The bounds are tokens, rows of logits, and keys that the rows of prompts read."""
     record = Again()
-    token_bytes = bytes_per_token(checkpoint.plans, torch.float32)
-    monkeypatch.setattr(model_runner, "MOST_PROMPT_BYTES", (10 + 5 * 100 + 15) * token_bytes)
     (profile, *_) = profiles = profiles_of(deployment_of(checkpoint))
-    runner = runner_of(checkpoint, record, profiles, max_prompt_rows=16)
+    runner = runner_of(checkpoint, None, profiles)
+    capture(runner, record, max_prompt_rows=16, most_prompt_keys=10 + 5 * 100 + 15)
     table_id = runner.table_id(profile)
     four, last = Span([5] * 4, 0, [0], table_id, range(3, 4)), range(4, 5)
     behind = Span([5] * 5, 100, range(1, 8), table_id, last)
@@ -268,9 +269,7 @@ def test_tensors_that_kernels_read_are_kept(checkpoint: Checkpoint) -> None:
     def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         return work(), lambda: None
 
-    graphs = DecodeGraphs(
-        forward, tables, record, page_size=16, max_len=256, max_rows=2, spare_page=9
-    )
+    graphs = DecodeGraphs(forward, tables, record, CaptureLimits(256, 2, 9), page_size=16)
     assert graphs.record_all() == 2
     gc.collect()
     assert len(kept) > 2 * 8
@@ -288,7 +287,7 @@ def test_a_step_that_cannot_be_recorded_is_queued(
 
     (profile, *_) = profiles_of(deployment_of(checkpoint))
     runner = build_runner(checkpoint, CONFIG, [profile] if are_tables_known else [])
-    runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
+    capture(runner, never)
     one = Span([1], 0, [0], runner.table_id(profile), range(1))
     for _ in range(2):
         assert runner.run([one]).isfinite().all()
@@ -303,14 +302,13 @@ def test_one_of_several_ranks_does_not_serve_on_after_a_capture_without_memory(
     def full(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         raise torch.OutOfMemoryError("no room")
 
-    limits = (CONFIG.max_model_len, CONFIG.max_num_seqs, 0, full)
     profiles = profiles_of(deployment_of(checkpoint))
     alone = build_runner(checkpoint, CONFIG, profiles)
-    alone.capture_graphs(*limits)
+    capture(alone, full)
     assert alone._graphs is None
     one = build_runner(checkpoint, CONFIG, profiles, partial(ModelRunner, is_one_of_ranks=True))
     with pytest.raises(ModelError, match="enforce_eager"):
-        one.capture_graphs(*limits)
+        capture(one, full)
 
 
 @pytest.mark.costly

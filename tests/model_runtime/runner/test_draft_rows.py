@@ -18,7 +18,7 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Sinks, Unscaled
 from tests.doubles.deferred_runner import Answers, DeferredRunner
 from tests.doubles.engines import Result, deployment_of, request
-from tests.doubles.recorded_runners import CONFIG, SPARE, Again, runner_of
+from tests.doubles.recorded_runners import CONFIG, Again, capture, runner_of
 from tests.oracles.draft_adversary import Counted, tell, use_adversary
 from tests.oracles.triton_attention import interpreted_checkpoint
 
@@ -45,7 +45,7 @@ def recorded_runner(
     """A runner whose recorded steps have up to so many rows."""
     runner = runner_of(checkpoint, None, profiles)
     if record is not None:
-        runner.capture_graphs(CONFIG.max_model_len, max_rows, SPARE, record)
+        capture(runner, record, max_rows=max_rows)
     return runner
 
 

@@ -16,6 +16,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Unscaled
 from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
@@ -127,7 +128,7 @@ def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.M
     use_triton(monkeypatch)
     talks += [Talk(runner_over(made, kind, profiles), profiles) for _ in range(2)]
     record = Again()
-    talks[2].runner.capture_graphs(4 * PAGE, 4, 16, record)
+    talks[2].runner.capture_graphs(CaptureLimits(4 * PAGE, 4, 16), record)
     decodes = [{0: 1, 1: 1, 2: 1}, {2: 1, 1: 1}, {0: 1, 2: 1, 1: 1}, {2: 1}]
     steps = [{0: 20, 1: 31, 2: 4}, {0: 20}, *decodes]
     for step in steps:

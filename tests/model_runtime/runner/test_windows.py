@@ -20,6 +20,7 @@ from ropewalk.model_runtime.cpu_kernels.attention import attention
 from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.scheduling.sequence import HOLE
 from ropewalk.rope import Profile, ReRope, Sinks, Unscaled
@@ -169,7 +170,7 @@ def test_recorded_steps_follow_the_tables_of_all_groups(
     expected = logits(runner_of(None, method, backend, name), method)
     runner, record = runner_of(groups, method, backend, name), Again()
     spare_page = CONFIG.num_pages * groups.num_groups
-    runner.capture_graphs(CONFIG.max_model_len, 2, spare_page, record)
+    runner.capture_graphs(CaptureLimits(CONFIG.max_model_len, 2, spare_page), record)
     found = logits(runner, method)
     assert record.num_replayed
     for ours, theirs in zip(found, expected, strict=True):
