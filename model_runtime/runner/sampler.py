@@ -9,7 +9,6 @@ Shapes: R = rows, V = vocabulary, A = a token and its alternatives.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from ropewalk.model_runtime.runner.backends import has_gpu_kernels
 from ropewalk.model_runtime.runner.bad_words import BARRED, single_tokens
 from ropewalk.model_runtime.runner.penalties import SeenTokens, penalise
 from ropewalk.model_runtime.runner.ranked_draw import (
@@ -112,7 +112,7 @@ def sampled_on_device(logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[Sampl
 
 def device_draw(device: torch.device) -> RankedDraw:
     """Return the draw of a device: triton's kernel, or a sort where triton is missing."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not has_gpu_kernels(device):
         return draw_on_device
     from ropewalk.model_runtime.gpu.sampling.draw_ranked import (  # noqa: PLC0415  # optional
         draw_ranked,

@@ -199,11 +199,7 @@ def captured_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[
     spans = decode_step(
         replace(config, max_num_seqs=most, max_draft_tokens=0), table_id, vocab_size
     )
-    return [span if at < num_logits else _unscored(span) for at, span in enumerate(spans)]
-
-
-def _unscored(span: Span) -> Span:
-    return span._replace(logit_rows=range(0))
+    return [*spans[:num_logits], *(each._replace(logit_rows=()) for each in spans[num_logits:])]
 
 
 def decode_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.gpu.rotate import jit, padded
 from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.runner.ranked_draw import UNIT
 from ropewalk.model_runtime.transfer import on_device
 
 _BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
@@ -34,12 +35,12 @@ _STEPS = (2**27, 2**23, 2**19, 2**15, 2**11, 2**7, 2**3, 1)
 _LAST = tl.constexpr(len(_STEPS) - 1)
 _PROBES = tl.constexpr(16)  # keys of a pass
 # Numbers of a pass: where it looked first, and its sums. Those of a search are of all its passes.
-_PASS = tl.constexpr(17)
-_SEARCH = tl.constexpr(len(_STEPS) * 17)
+_PASS = tl.constexpr(1 + _PROBES.value)
+_SEARCH = tl.constexpr(len(_STEPS) * _PASS.value)
 _TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the searches, in order
-_KEPT = tl.constexpr(3 * len(_STEPS) * 17)  # weights that top_k and min_p keep, behind them
+_KEPT = tl.constexpr(3 * _SEARCH.value)  # weights that top_k and min_p keep, behind them
 _NUMBERS = _KEPT.value + 2
-_UNIT = tl.constexpr(2.0**40)  # the weight of the likeliest token, as in ranked_draw.py
+_UNIT = tl.constexpr(UNIT)  # a kernel can read a global only if it is a constexpr
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)  # the key of minus infinity
 _NEVER = tl.constexpr(2**62)  # more than any sum
 
@@ -149,7 +150,7 @@ def _look(
     low = tl.full([], _LOWEST, tl.int32)
     if at > 0:
         goal = _target(numbers, cuts) + 1 if SEARCH == _DRAWN else _goal(numbers, cuts, SEARCH)
-        low, _ = _found(search, goal, at - 1, before)
+        low, _above = _found(search, goal, at - 1, before)
     place = search + at * _PASS
     if tl.program_id(1) == 0:
         tl.store(place, low.to(tl.int64))
@@ -177,7 +178,7 @@ def _keep(scaled, cuts, numbers, size, span, NUMBERS: tl.constexpr, BLOCK: tl.co
     """Sum the weights of a part of a row that top_k keeps, and those that min_p keeps."""
     r = tl.program_id(0).to(tl.int64)
     numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
-    kth, _ = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
+    kth, _above = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
     least = tl.where(tl.load(cuts) > 0, kth, _LOWEST)  # ties with the k-th token stay
     lightest = tl.ceil(tl.load(cuts + 2) * _UNIT).to(tl.int64)
     best, heavy = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
