@@ -151,11 +151,11 @@ def test_an_argument_that_a_kernel_lacks_is_refused() -> None:
             """Do nothing."""
 
 
-def outside(module: str) -> list[dict[str, Any]]:
+def outside(module: str, *arguments: str) -> list[dict[str, Any]]:
     """The lines that a module of tests prints, where kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     told = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         env={**environment, "CUDA_VISIBLE_DEVICES": ""},
         cwd=ROOT,
         capture_output=True,
@@ -163,6 +163,13 @@ def outside(module: str) -> list[dict[str, Any]]:
         check=True,
     ).stdout
     return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+
+
+def test_a_draw_compiles_for_an_h200() -> None:
+    """The interpreter lets a name have two types, which the compiler refuses."""
+    lines = outside("tests.hopper", "draws")
+    assert {line["kernel"] for line in lines} == {"_look", "_keep", "_find"}
+    assert all(line["stack_bytes"] <= 8 for line in lines)
 
 
 @pytest.mark.long
