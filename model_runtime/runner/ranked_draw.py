@@ -24,7 +24,7 @@ from ropewalk.model_runtime.transfer import on_device
 
 _SORTED_ROWS = 16  # rows that a device sorts at a time, to bound the memory
 # The weight of the likeliest token on a device. The sum of 2**22 such weights fits into int64.
-UNIT = 2.0**40
+_UNIT = 2.0**40
 _NO_LIMIT = torch.iinfo(torch.int64).max
 
 
@@ -118,7 +118,7 @@ def _drawn_on_device(
 ) -> Tensor:
     value_RC, id_RC = scaled_RV.sort(dim=-1, descending=True, stable=True)
     # A vectorised exp may differ from a scalar one, so weights are computed before the sort.
-    weight_RC = scaled_RV.exp().mul_(UNIT).long().gather(1, id_RC)
+    weight_RC = scaled_RV.exp().mul_(_UNIT).long().gather(1, id_RC)
     cumulated_RC = _kept_weights(value_RC, weight_RC, params).cumsum(dim=-1)
     total_R1 = cumulated_RC[:, -1:].contiguous()
     drawn_R1 = (_doubles(uniforms, scaled_RV.device) * total_R1.double()).long()

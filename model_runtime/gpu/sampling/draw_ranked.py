@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ropewalk.model_runtime.gpu.rotate import jit, padded
 from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner.ranked_draw import UNIT
 from ropewalk.model_runtime.transfer import on_device
 
 _BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
@@ -40,7 +39,7 @@ _SEARCH = tl.constexpr(len(_STEPS) * _PASS.value)
 _TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the searches, in order
 _KEPT = tl.constexpr(3 * _SEARCH.value)  # weights that top_k and min_p keep, behind them
 _NUMBERS = _KEPT.value + 2
-_UNIT = tl.constexpr(UNIT)  # a kernel can read a global only if it is a constexpr
+_UNIT = tl.constexpr(2.0**40)  # the weight of the likeliest token, as in ranked_draw.py
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)  # the key of minus infinity
 _NEVER = tl.constexpr(2**62)  # more than any sum
 
