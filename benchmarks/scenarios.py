@@ -18,6 +18,7 @@ FIRST_TOKEN = Metric("time to first token", "s", higher_is_better=False)
 WALL = Metric("wall time", "s", higher_is_better=False)
 SHORT_FIRST_TOKEN = Metric("short requests' p95 time to first token", "s", higher_is_better=False)
 P95_FIRST_TOKEN = Metric("p95 time to first token", "s", higher_is_better=False)
+P95_GAP = Metric("p95 time between tokens", "s", higher_is_better=False)
 LONG_FIRST_TOKEN = Metric("long request's time to first token", "s", higher_is_better=False)
 LONG_WHOLE = Metric("long request's time", "s", higher_is_better=False)
 
@@ -172,14 +173,14 @@ class InFlight:
     output_len: int
     num_requests: int
     concurrency: int
-    metrics: tuple[Metric, ...] = (OUTPUT, P95_FIRST_TOKEN)
+    metrics: tuple[Metric, ...] = (OUTPUT, P95_FIRST_TOKEN, P95_GAP)
 
     @property
     def longest(self) -> int:
         return self.prompt_len + self.output_len
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """Measure the rate to the last end, and the time from sending to the first token."""
+        """Measure the rate to the last end, times to first tokens, and times between tokens."""
         waiting = [
             Request(prompts.ids(self.prompt_len), self.output_len) for _ in range(self.num_requests)
         ]
@@ -197,6 +198,7 @@ class InFlight:
         found = {
             OUTPUT: sum(each.num_output for each in answers) / wall_s,
             P95_FIRST_TOKEN: percentile(firsts, 95),
+            P95_GAP: percentile([gap for each in answers for gap in each.gaps_s], 95),
         }
         return _outcome({metric: found[metric] for metric in self.metrics}, answers)
 

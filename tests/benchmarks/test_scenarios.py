@@ -11,6 +11,7 @@ from benchmarks.scenarios import (
     LONG_WHOLE,
     OUTPUT,
     P95_FIRST_TOKEN,
+    P95_GAP,
     SHORT_FIRST_TOKEN,
     WALL,
     AtOnce,
@@ -41,10 +42,10 @@ def run(scenario: Scenario, server: SseServer) -> Outcome:
     return asyncio.run(measured())
 
 
-def answer(num_prompt: int, num_output: int, first_s: float = 0.0) -> Script:
-    """All tokens at once, after so many seconds."""
+def answer(num_prompt: int, num_output: int, first_s: float = 0.0, gap_s: float = 0.0) -> Script:
+    """Tokens with equal gaps, after so many seconds."""
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
-    return [(first_s, token()), *[(0, token())] * (num_output - 1),
+    return [(first_s, token()), *[(gap_s, token())] * (num_output - 1),
             (0, data(choices=[], usage=usage)), (0, DONE)]  # fmt: skip
 
 
@@ -84,12 +85,17 @@ def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
 
 def test_the_next_request_is_sent_when_one_ends() -> None:
     """Two of six are in flight; the last one to be sent has the slowest first token."""
-    with serving(SseServer(lambda number: answer(20, 4, 0.1 if number < 5 else 0.5))) as server:
+
+    def timed(number: int) -> Script:
+        return answer(20, 4, 0.1 if number < 5 else 0.5, 0.02 if number < 5 else 0.15)
+
+    with serving(SseServer(timed)) as server:
         outcome = run(InFlight("queue", 20, 4, 6, 2), server)
     assert server.most_in_flight == 2
     assert (len(server.bodies), outcome.num_tokens) == (6, 24)
-    assert 24 / 1.5 < outcome.values[OUTPUT] <= 24 / 0.7
+    assert 24 / 2.5 < outcome.values[OUTPUT] <= 24 / 1.15
     assert outcome.values[P95_FIRST_TOKEN] >= 0.3  # between the last two of six
+    assert 0.14 <= outcome.values[P95_GAP] < 0.5  # three of 18 gaps are long
 
 
 MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)
