@@ -243,14 +243,13 @@ def attention_kernel(products: Products, source: Source) -> Any:
         acc_RV = room(most_rows, width_V, np.float32)
         row_max_R = np.empty(most_rows, np.float32)
         row_sum_RL = room(most_rows, WIDTH, np.float32)
-        back_BD = room(BLOCK, dim, np.float32)
         query_BD = room(BLOCK, dim, dtype)
         scores_BO = room(BLOCK, width_O, np.float32)
         probs_BO = room(BLOCK, width_O, dtype)
         keys_DO = room(dim, width_O, dtype)
         # A tuple counts a reference to each array, so it is made once and not for each page.
         scratch = Scratch(
-            rotated_RD, keys_DO, back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL,
+            rotated_RD, keys_DO, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL,
             acc_RV,
         )  # fmt: skip
         scratch_OV, row_X = page_room(pages, width_V)

@@ -192,7 +192,7 @@ def _block_reader(
         for place in range(num_rows):
             rotate_query(
                 scratch.rotated_RD, source(tile, row + place), starts, table_id, angle,
-                scratch.back_BD, scratch.query_BD, place,
+                scratch.query_BD, place,
             )  # fmt: skip
         score(scratch.query_BD, scratch.keys_DO, scratch.scores_BO)
         # Keys that all rows see are weighed for all rows together, the others row by row. A key

@@ -36,7 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     Numbers,
     PageArrays,
 )
-from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_cached, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
@@ -52,33 +52,41 @@ from ropewalk.model_runtime.cpu_kernels.trials import pairs_pay
 _LINE = 16  # float32 values in a cache line
 
 
-@jit(inline=True, borrows=True)
-def rotate_back(
-    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
-    back_BD: Numbers, place: int,
-) -> None:  # fmt: skip
-    """Rotate a query back by a page's start, so that the keys need in-page angles only."""
-    cos_SNP, sin_SNP = starts.cos, starts.sin
-    pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
-    table = (table_id * cos_SNP.shape[1] + page) * pairs
-    source, target = row * dim, place * dim
-    in_lanes = pairs - pairs % WIDTH
-    for p in range(0, in_lanes, WIDTH):
-        first, second = load(rotated_RD, source + p), load(rotated_RD, source + pairs + p)
-        cos, sin = load(cos_SNP, table + p), load(sin_SNP, table + p)
-        store(back_BD, target + p, fma(first, cos, multiply(second, sin)))
-        store(
-            back_BD, target + pairs + p,
-            subtract(multiply(second, cos), multiply(first, sin)),
-        )  # fmt: skip
-    for p in range(in_lanes, pairs):
-        first, second = rotated_RD[row, p], rotated_RD[row, p + pairs]
-        back_BD[place, p] = first * cos_SNP[table_id, page, p] + second * sin_SNP[table_id, page, p]
-        back_BD[place, p + pairs] = (
-            second * cos_SNP[table_id, page, p] - first * sin_SNP[table_id, page, p]
-        )
-    for d in range(2 * pairs, dim):
-        back_BD[place, d] = rotated_RD[row, d]
+def query_rotator(put_rotated: Any, places_of: Any) -> Any:
+    """Compiled: the rotation of a query back by a page's start.
+
+    The page's keys then need in-page angles only. `put_rotated` stores the two outputs of a
+    rotation in registers, and `places_of` returns the places of a single one.
+    """
+
+    @jit(inline=True, borrows=True)
+    def rotate_query(
+        rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
+        query_BD: Numbers, place: int,
+    ) -> None:  # fmt: skip
+        cos_SNP, sin_SNP = starts.cos, starts.sin
+        pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
+        table = (table_id * cos_SNP.shape[1] + page) * pairs
+        source, target = row * dim, place * dim
+        in_lanes = pairs - pairs % WIDTH
+        for p in range(0, in_lanes, WIDTH):
+            first, second = load(rotated_RD, source + p), load(rotated_RD, source + pairs + p)
+            cos, sin = load(cos_SNP, table + p), load(sin_SNP, table + p)
+            put_rotated(
+                query_BD, target, p, pairs,
+                fma(first, cos, multiply(second, sin)),
+                subtract(multiply(second, cos), multiply(first, sin)),
+            )  # fmt: skip
+        for p in range(in_lanes, pairs):
+            one, other = rotated_RD[row, p], rotated_RD[row, p + pairs]
+            angle_cos, angle_sin = cos_SNP[table_id, page, p], sin_SNP[table_id, page, p]
+            at_one, at_other = places_of(p, pairs)
+            query_BD[place, at_one] = as_cached(one * angle_cos + other * angle_sin, query_BD)
+            query_BD[place, at_other] = as_cached(other * angle_cos - one * angle_sin, query_BD)
+        for d in range(2 * pairs, dim):
+            query_BD[place, d] = as_cached(rotated_RD[row, d], query_BD)
+
+    return rotate_query
 
 
 def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
@@ -111,7 +119,7 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
             first, second = load(keys_NKDO, base + at), load(keys_NKDO, base + half + at)
             cos, sin = load(cos_SPO, table + at), load(sin_SPO, table + at)
             put_rotated(
-                keys_DO, at, half,
+                keys_DO, 0, at, half,
                 subtract(multiply(first, cos), multiply(second, sin)),
                 fma(second, cos, multiply(first, sin)),
             )  # fmt: skip
@@ -167,9 +175,14 @@ def uses_pairs(keys_NKDO: Numbers) -> bool:
 
 
 @jit(inline=True, borrows=True)
-def _put_apart(keys_DO: Numbers, at: int, half: int, first: Any, second: Any) -> None:
-    store(keys_DO, at, first)
-    store(keys_DO, half + at, second)
+def _put_apart(numbers: Numbers, base: int, at: int, half: int, first: Any, second: Any) -> None:
+    store(numbers, base + at, first)
+    store(numbers, base + half + at, second)
+
+
+@jit(inline=True)
+def _places_apart(p: int, pairs: int) -> tuple[int, int]:
+    return p, p + pairs
 
 
 @jit(inline=True, borrows=True)
@@ -194,14 +207,6 @@ def _rotate_keys(
         rotate_keys_singly(pages.keys_NKDO, page_id, head, offsets, table_id, row_O, keys_DO)
 
 
-@jit(inline=True, borrows=True)
-def _rotate_query(
-    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
-    back_BD: Floats, query_BD: Numbers, place: int,  # noqa: ARG001
-) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, starts, table_id, page, query_BD, place)
-
-
 @jit()
 def _values_in_lanes(
     values_NKOV: Numbers, page_id: int, head: int, num_keys: int, scratch_OV: Numbers
@@ -220,15 +225,22 @@ SINGLY = Products(
     dtype=np.float32,
     add=add_products,
     rotate_keys=_rotate_keys,
-    rotate_query=_rotate_query,
+    rotate_query=query_rotator(_put_apart, _places_apart),
     place_values=_values_in_lanes,
     row_weigher=lambda weigh: weigh,
 )
 
 
 @jit(inline=True, borrows=True)
-def _put_together(keys_DO: Numbers, at: int, half: int, first: Any, second: Any) -> None:  # noqa: ARG001
-    store_pairs(keys_DO, 2 * at, first, second)
+def _put_together(
+    numbers: Numbers, base: int, at: int, half: int, first: Any, second: Any  # noqa: ARG001
+) -> None:  # fmt: skip
+    store_pairs(numbers, base + 2 * at, first, second)
+
+
+@jit(inline=True)
+def _places_together(p: int, pairs: int) -> tuple[int, int]:  # noqa: ARG001
+    return 2 * p, 2 * p + 1
 
 
 @jit(inline=True, borrows=True)
@@ -237,25 +249,6 @@ def _put_two(
 ) -> None:
     here = base + row + o
     copy_as_pairs(keys_DO, row + 2 * o, keys_NKDO, here, here + page_size)
-
-
-@jit(inline=True, borrows=True)
-def _rotate_query_to_pairs(
-    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
-    back_BD: Floats, query_BD: Numbers, place: int,
-) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, starts, table_id, page, back_BD, place)
-    pairs, dim = starts.cos.shape[2], back_BD.shape[1]
-    in_lanes, base = pairs - pairs % WIDTH, place * dim
-    for p in range(0, in_lanes, WIDTH):
-        first, second = load(back_BD, base + p), load(back_BD, base + pairs + p)
-        store_pairs(query_BD, base + 2 * p, first, second)
-    if in_lanes < pairs:
-        end = 2 * pairs
-        narrow(back_BD[place, in_lanes:pairs], query_BD[place, 2 * in_lanes : end : 2])
-        narrow(back_BD[place, pairs + in_lanes : end], query_BD[place, 2 * in_lanes + 1 : end : 2])
-    if 2 * pairs < dim:
-        narrow(back_BD[place, 2 * pairs :], query_BD[place, 2 * pairs :])
 
 
 @jit()
@@ -317,7 +310,7 @@ IN_PAIRS = Products(
     dtype=np.uint16,
     add=add_pair_products,
     rotate_keys=keys_rotator(_put_together, _put_two, 2),
-    rotate_query=_rotate_query_to_pairs,
+    rotate_query=query_rotator(_put_together, _places_together),
     place_values=_values_in_pairs,
     row_weigher=_weigher_of_halves,
 )

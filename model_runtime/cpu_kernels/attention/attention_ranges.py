@@ -201,7 +201,7 @@ def ranges_kernel(products: Products, source: Source) -> Any:
         query_D = np.empty(dim, np.float32)
         scratch = Scratch(
             room(num_ranges * most_rows, dim, np.float32), room(dim, width_O, dtype),
-            room(BLOCK, dim, np.float32), room(BLOCK, dim, dtype),
+            room(BLOCK, dim, dtype),
             room(BLOCK, width_O, np.float32), room(BLOCK, width_O, dtype),
             np.empty(most_rows, np.float32), room(most_rows, WIDTH, np.float32),
             room(most_rows, width_V, np.float32),

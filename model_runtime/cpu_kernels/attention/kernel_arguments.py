@@ -100,8 +100,7 @@ class Scratch(NamedTuple):
 
     rotated_RD: Floats  # queries, rotated to their positions and scaled
     keys_DO: Numbers  # a page's keys, rotated by their offsets
-    back_BD: Floats  # a block's queries, rotated back by the page's start
-    query_BD: Numbers  # the same as they are multiplied; of float32 only these are used
+    query_BD: Numbers  # a block's queries, rotated back by the page's start
     scores_BO: Floats
     probs_BO: Numbers  # exp(score - running maximum)
     row_max_R: Floats  # running maximum of the scores
