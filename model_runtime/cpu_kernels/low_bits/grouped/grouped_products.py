@@ -243,10 +243,11 @@ def _multiplier(
         begin = -weights.ctypes.data % _LINE_BYTES
         scales = np.empty(_INPUTS // 16 * PANEL, np.float32)
         offsets = np.empty(_INPUTS // 16 * PANEL, np.float32)
-        for panel in range(first_panel, end_panel):
-            address, number = table_P2[panel, 0], table_P2[panel, 1]
-            for top in range(0, num_all, _MOST_ROWS):
-                num_rows = min(_MOST_ROWS, num_all - top)
+        # Records of many rows do not fit the level-2 cache, and all panels of a part do.
+        for top in range(0, num_all, _MOST_ROWS):
+            num_rows = min(_MOST_ROWS, num_all - top)
+            for panel in range(first_panel, end_panel):
+                address, number = table_P2[panel, 0], table_P2[panel, 1]
                 sums[:] = np.float32(0.0)
                 if has_floats and number == floats:
                     add_floats(address, x_RK, top, num_rows, sums)
