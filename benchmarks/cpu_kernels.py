@@ -2,8 +2,10 @@
 
 The script first measures two rates of the core. One is that of multiply-adds on registers, in
 vectors of the kernels' width. The other is that of reading memory. Each kernel's number is a share
-of one of these rates, measured in the same run. With `python -m tests.processors avx2` before the
-command, a newer processor plays an older one.
+of one of these rates, measured in the same run. The last rows are what threads cost: a call that
+wakes them, and a barrier in a compiled kernel.
+
+With `python -m tests.processors avx2` before the command, a newer processor plays an older one.
 
 Shapes: K = key heads, V = value dimensions, T = flat query tokens, H = query heads.
 """
@@ -25,7 +27,7 @@ from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.cpu_kernels import huge_pages
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
@@ -35,6 +37,11 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     load,
     reduce_add,
     vectors,
+)
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    barrier_wait,
+    parallel_for,
+    run_thread_team,
 )
 from ropewalk.model_runtime.layers.packed_linear import described, workshop_for
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
@@ -50,6 +57,8 @@ _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at thei
 PEAK_ROUNDS = 1 << 16
 PEAK_OPERATIONS = 2 * 12 * WIDTH * PEAK_ROUNDS  # of one call of `multiply_adds`
 READ_BYTES = 256 << 20
+_TEAMS = (2, 16, 64)  # threads of a call; of which only the cores' number run at a time
+_BARRIERS = 1000
 
 
 class Row(NamedTuple):
@@ -161,6 +170,28 @@ def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], o
     return partial(backend.read, layer)
 
 
+def thread_rows() -> list[Row]:
+    """Measure a call on threads that have nothing to do, and a barrier between two of them."""
+    rows = []
+    for size in _TEAMS:
+        took = seconds(partial(parallel_for, lambda _: None, range(size)))
+        rows.append(Row(f"a call on {size} threads", "", f"{1e6 * took:.0f} us", ""))
+    took = seconds(_run_barriers) / _BARRIERS
+    return [*rows, Row("a barrier of 2 threads", "", f"{1e6 * took:.2f} us", "")]
+
+
+def _run_barriers() -> None:
+    arrived = np.zeros(1, np.int64)
+    run_thread_team(lambda _: _wait_often(arrived, 2, _BARRIERS), 2, lambda: None)
+
+
+@jit()
+def _wait_often(arrived: Ints, num_threads: int, count: int) -> None:
+    barrier = 1
+    while barrier <= count:
+        barrier = barrier_wait(arrived, barrier, num_threads)
+
+
 def _small_pages(num_bytes: int) -> huge_pages.Bytes:
     """Return memory as the system gives it to a program that asks for no huge pages."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -193,7 +224,11 @@ def main() -> None:
         "| work | dtype | rate | share |",
         "| --- | --- | ---: | ---: |",
     ]
-    rows = product_rows(peak, bandwidth) + attention_rows(peak, bandwidth)
+    rows = [
+        *product_rows(peak, bandwidth),
+        *attention_rows(peak, bandwidth),
+        *thread_rows(),
+    ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -143,7 +143,7 @@ FORMATS = (
     Format("IQ4_NL", 10, 32, 32, 4, zero=127, table=_IQ4),
     Format("IQ4_XS", 11, 256, 32, 4, zero=127, scale_bits=8, table=_IQ4),
     Format("MXFP4", 12, 32, 32, 4, zero=12, has_powers=True, table=_E2M1),
-    # Linears that stay floats and read one input with linears of few bits (mixed.py).
+    # Linears that stay floats and read one input with linears of few bits (`layers/low_bits/`).
     Format("float32", 13, 32, 32, 32),
 )
 FLOAT32, MXFP4 = FORMATS[-1], FORMATS[-2]
