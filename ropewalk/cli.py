@@ -78,7 +78,7 @@ _COMMANDS = {
     "chat": Entry(
         "ropewalk.server.terminal.chat_command",
         "chat",
-        "Talk to the server at URL from a terminal, or send it one message.",
+        "Talk to the server at URL from a terminal, or send it standard input.",
     ),
     "doctor": Entry(
         "ropewalk.studies.doctor.command",

@@ -29,7 +29,7 @@ _FAILED = 1
 def chat(
     url: str, model: str | None, system: str | None, api_key: str | None, **limits: float | None
 ) -> None:
-    """Talk to the server at URL from a terminal, or send it one message.
+    """Talk to the server at URL from a terminal, or send it standard input.
 
     URL begins with http:// or https://. Default: http://127.0.0.1:8000. /help lists the commands
     inside. If the input is no terminal, it is sent as one message, and standard output has the

@@ -295,11 +295,12 @@ def _grouping(
     """Return a way. `maker`: of records, from the number of orders and whether there are floats."""
     numbers, has_floats = numbers_of(kinds - {FLOAT32}), FLOAT32 in kinds
     num_orders = 1 + max(bytes_of(FORMATS[each]).order for each in numbers)
+    places: Any = places_of  # which Python calls without compiling it
     rows, make_part = maker(num_orders, int(has_floats))
     multiply = _multiplier(numbers, num_orders, int(has_floats), in_pairs=in_pairs)
     return Grouping(
         Multiplying(dtype, 2 if in_pairs else 1, rows, multiply),
-        lambda num_inputs: places_of(num_inputs, num_orders, int(in_pairs)).num_bytes,
+        lambda num_inputs: places.py_func(num_inputs, num_orders, int(in_pairs)).num_bytes,
         has_floats,
         make_part,
     )
@@ -347,13 +348,13 @@ class GroupedProducts(RowProducts):
         return out_RN
 
     def _records(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
-        """Return the records of rows, and the rows in float32; threads share many rows."""
-        multiplying, record_bytes, is_widened, make_part = self._grouping
-        if len(x_RK) < _ROWS_TO_SHARE:
-            found: tuple[Records, Numbers] = multiplying.rows_for(x_RK)
-            return found
+        """Return the records of rows, and the rows in float32; threads share many rows.
+
+        Few rows take the same function, so that the first step of many rows compiles nothing.
+        """
+        _, record_bytes, is_widened, make_part = self._grouping
         wide_RK: Any = np.empty(x_RK.shape, np.float32) if is_widened else x_RK
         records_RB = np.empty((len(x_RK), record_bytes(x_RK.shape[1])), np.uint8)
-        parts = even_shares(len(x_RK), 1, num_threads)
+        parts = even_shares(len(x_RK), 1, num_threads if len(x_RK) >= _ROWS_TO_SHARE else 1)
         parallel_for(lambda part: make_part(x_RK, wide_RK, records_RB, *part), parts)
         return records_RB, wide_RK
