@@ -348,10 +348,7 @@ class GroupedProducts(RowProducts):
         return out_RN
 
     def _records(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
-        """Return the records of rows, and the rows in float32; threads share many rows.
-
-        Few rows take the same function, so that the first step of many rows compiles nothing.
-        """
+        """Return the records of rows, and the rows in float32; threads share many rows."""
         _, record_bytes, is_widened, make_part = self._grouping
         wide_RK: Any = np.empty(x_RK.shape, np.float32) if is_widened else x_RK
         records_RB = np.empty((len(x_RK), record_bytes(x_RK.shape[1])), np.uint8)
