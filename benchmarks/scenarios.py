@@ -198,7 +198,7 @@ class InFlight:
         found = {
             OUTPUT: sum(each.num_output for each in answers) / wall_s,
             P95_FIRST_TOKEN: percentile(firsts, 95),
-            P95_GAP: percentile([gap for each in answers for gap in each.gaps_s], 95),
+            P95_GAP: percentile([gap for each in answers for gap in each.inter_token_s], 95),
         }
         return _outcome({metric: found[metric] for metric in self.metrics}, answers)
 

@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import httpx
 
@@ -58,7 +57,7 @@ class Answer:
     time_to_first_token_s: float
     last_token_s: float
     end_to_end_s: float
-    gaps_s: tuple[float, ...]  # between the events that carried tokens
+    inter_token_s: tuple[float, ...]  # between the events that carried tokens
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -103,7 +102,7 @@ class Sender:
             time_to_first_token_s=timing.time_to_first_token_s,
             last_token_s=timing.token_times_s[-1],
             end_to_end_s=timing.end_to_end_s,
-            gaps_s=tuple(later - sooner for sooner, later in pairwise(timing.token_times_s)),
+            inter_token_s=timing.inter_token_s,
         )
 
 
