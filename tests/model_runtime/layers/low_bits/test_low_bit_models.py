@@ -67,13 +67,22 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
+def error(found: Tensor, exact: Tensor) -> float:
+    """The root of the mean square of a difference."""
+    return (found.float() - exact).square().mean().sqrt().item()
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
     engines: EngineFactory, dtype: torch.dtype, *, is_tied: bool
 ) -> None:
-    """Plain forwards agree; served tokens and logprobs agree to the bit, alone and in a batch."""
+    """Plain forwards agree; served tokens and logprobs agree to the bit, alone and in a batch.
+
+    In bfloat16 the float model has rounded weights, so both are compared with float32: the panels
+    keep 0.85 to 0.95 of the float model's error, by the seed of the prompt.
+    """
     model, plain = quantised_pair("llama", dtype, tie_word_embeddings=is_tied, **WHOLE)
     low = [module for module in model.modules() if isinstance(module, LowBitLinear)]
     assert len(low) == 4 * 7 + 1
@@ -81,8 +90,11 @@ def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
     if is_tied:
         assert model.get_output_embeddings().panels is model.get_input_embeddings().panels
     ids = torch.randint(0, 199, (1, 40), generator=torch.manual_seed(1))
-    bound = 1e-5 if dtype == torch.float32 else 0.1
-    torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=0, atol=bound)
+    if dtype == torch.float32:
+        torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=0, atol=1e-5)
+    else:
+        exact = logits(widened_copy(model, copy.deepcopy(plain).float()), ids)
+        assert error(logits(model, ids), exact) < 1.1 * error(logits(plain, ids), exact)
     found = checkpoint_of(model)
     assert found.report.bitwise
     numbers = "bfloat16" if multiplies_pairs(dtype) else "float32"
