@@ -40,8 +40,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
 )
 from ropewalk.model_runtime.cpu_kernels.threads import (
     barrier_wait,
-    parallel_for,
-    run_thread_team,
+    run_on_threads,
 )
 from ropewalk.model_runtime.layers.packed_linear import described, workshop_for
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
@@ -174,7 +173,7 @@ def thread_rows() -> list[Row]:
     """Measure a call on threads that have nothing to do, and a barrier between two of them."""
     rows = []
     for size in _TEAMS:
-        took = seconds(partial(parallel_for, lambda _: None, range(size)))
+        took = seconds(partial(run_on_threads, _do_nothing, size))
         rows.append(Row(f"a call on {size} threads", "", f"{1e6 * took:.0f} us", ""))
     took = seconds(_run_barriers) / _BARRIERS
     return [*rows, Row("a barrier of 2 threads", "", f"{1e6 * took:.2f} us", "")]
@@ -182,11 +181,16 @@ def thread_rows() -> list[Row]:
 
 def _run_barriers() -> None:
     arrived = np.zeros(1, np.int64)
-    run_thread_team(lambda _: _wait_often(arrived, 2, _BARRIERS), 2, lambda: None)
+    run_on_threads(_wait_often, 2, arrived, 2, _BARRIERS)
 
 
 @jit()
-def _wait_often(arrived: Ints, num_threads: int, count: int) -> None:
+def _do_nothing(_: int) -> None:
+    pass
+
+
+@jit()
+def _wait_often(_: int, arrived: Ints, num_threads: int, count: int) -> None:
     barrier = 1
     while barrier <= count:
         barrier = barrier_wait(arrived, barrier, num_threads)

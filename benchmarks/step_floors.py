@@ -48,7 +48,11 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import CHUNK, PANEL
-from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    even_shares,
+    run_on_threads,
+    run_shares,
+)
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
 from ropewalk.model_runtime.layers.packed_linear import products_of
@@ -60,6 +64,7 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
 
 _PAGE = 64
+_READ_STEP = 1 << 10  # numbers; a thread reads a multiple of them
 _CONTEXT = 128  # tokens before a decoded one
 _MOST_TOKENS = 2048  # of a sequence
 _NATIVE_LEN = 4096
@@ -194,17 +199,12 @@ def widening_of(products: Sequence[LowBitProduct], num_threads: int) -> Callable
     """
     kinds = numbers_of(weights.kind for each in products for weights in each.weights)
     tables = [(joined_table(each.weights), each.in_features) for each in products]
-    wide = [np.empty(CHUNK * PANEL, np.float32) for _ in range(num_threads)]
     widen = _panels_widener(kinds)
 
     def run() -> None:
         for table_P2, num_inputs in tables:
             shares = even_shares(len(table_P2), 1, num_threads)
-
-            def work(share: int, each: Any = (table_P2, num_inputs), parts: Any = shares) -> None:
-                widen(*each, *parts[share], wide[share])
-
-            parallel_for(work, range(len(shares)))
+            run_shares(widen, shares, table_P2, num_inputs)
 
     return run
 
@@ -215,7 +215,8 @@ def _panels_widener(kinds: tuple[int, ...]) -> Any:
     widen = widener(kinds)
 
     @jit()
-    def widen_panels(table_P2: Ints, num_inputs: int, first: int, end: int, out_Q: Floats) -> None:
+    def widen_panels(table_P2: Ints, num_inputs: int, first: int, end: int) -> None:
+        out_Q = np.empty(CHUNK * PANEL, np.float32)
         for panel in range(first, end):
             for chunk in range(0, num_inputs, CHUNK):
                 stop = min(num_inputs, chunk + CHUNK)
@@ -247,15 +248,24 @@ def attention_of(made: Made, kind: Kind) -> Callable[[], None]:
 
 def measured_rates(num_threads: int) -> Rates:
     """Measure multiply-adds on registers, and reading of memory that no cache holds."""
-    numbers = np.ones(READ_BYTES // 4, np.float32)
-    parts = np.array_split(numbers.reshape(-1, 1 << 10), num_threads)
-    reading = [part.reshape(-1) for part in parts]
+    numbers, out_T = np.ones(READ_BYTES // 4, np.float32), np.empty(num_threads, np.float32)
     works: dict[str, Callable[[], object]] = {
-        "operations": lambda: parallel_for(multiply_adds, [PEAK_ROUNDS] * num_threads),
-        "reading": lambda: parallel_for(sum_of, reading),
+        "operations": partial(run_on_threads, _operate, num_threads, PEAK_ROUNDS, out_T),
+        "reading": partial(run_on_threads, _read, num_threads, numbers, out_T),
     }
     took = shortest_of(works, rounds=7)
     return Rates(num_threads * PEAK_OPERATIONS / took["operations"], READ_BYTES / took["reading"])
+
+
+@jit()
+def _operate(thread: int, rounds: int, out_T: Floats) -> None:
+    out_T[thread] = multiply_adds(rounds)
+
+
+@jit()
+def _read(thread: int, numbers: Floats, out_T: Floats) -> None:
+    size = numbers.shape[0] // out_T.shape[0] // _READ_STEP * _READ_STEP
+    out_T[thread] = sum_of(numbers[thread * size : (thread + 1) * size])
 
 
 def shortest_of(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -37,7 +37,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     SequenceArrays,
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
-from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, run_items
 from ropewalk.rope import MOST_RANGES, KeyMap, PositionMethod
 
 # The sequences of a step that read ranges of keys, as the CPU's kernel takes them.
@@ -205,13 +205,11 @@ class CpuAttention:
         if ranged is not None:
             read = self._ranges_kernel(ranged, pages)
             own = [ranged.items(share) for share in shares]
-            parallel_for(
-                lambda share: read(share, *arguments, ranged.plain, params.unnamed(), out_TC), own
-            )
+            run_items(read, own, *arguments, ranged.plain, params.unnamed(), out_TC)
             if ranged.is_ranged_S.all():
                 return out_TC
             shares = [ranged.others(share) for share in shares]
-        parallel_for(lambda share: kernel(share, *arguments, params.unnamed(), out_TC), shares)
+        run_items(kernel, shares, *arguments, params.unnamed(), out_TC)
         return out_TC
 
     def _kernel(self, pages: Any) -> tuple[Any, tuple[Any, ...], int, int, int]:

@@ -30,7 +30,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     reduce_add,
     store,
 )
-from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import run_shares
 
 
 def as_numpy(numbers: Tensor) -> Any:
@@ -122,7 +122,7 @@ def _overload_as_cached(number: Any, cache: Any) -> Callable[..., Any]:
 
 
 _FLAT_BLOCK = 4096  # values that are activated together; they stay in the level-1 cache
-_NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time than it saves
+_NUMBERS_PER_SHARE = 1 << 14  # with fewer, one more thread costs more time than it saves
 
 
 @jit()
@@ -190,7 +190,7 @@ def normalize(
 
 
 @jit()
-def activate_part(values_X: Numbers, kind: int, begin: int, end: int, out_X: Numbers) -> None:
+def activate_part(values_X: Numbers, kind: int, out_X: Numbers, begin: int, end: int) -> None:
     """Write the activations of values `begin` to `end` - 1 of a flat array."""
     row_I = np.zeros(_FLAT_BLOCK, np.float32)
     for first in range(begin, end, _FLAT_BLOCK):
@@ -204,7 +204,7 @@ def activated(values_X: Numbers, kind: int) -> Numbers:
     """Return the activation of each value of a flat array, float32 or bf16's bits."""
     out_X = np.empty_like(values_X)
     shares = row_shares(len(values_X), len(values_X))
-    parallel_for(lambda share: activate_part(values_X, kind, *share, out_X), shares)
+    run_shares(activate_part, shares, values_X, kind, out_X)
     return out_X
 
 
@@ -236,7 +236,7 @@ def gated(both_RG: Numbers, kind: int = SILU) -> Numbers:
     num_rows, width = len(both_RG), both_RG.shape[1] // 2
     out_RI = np.empty((num_rows, width), both_RG.dtype)
     shares = row_shares(num_rows, num_rows * width)
-    parallel_for(lambda share: gate(both_RG, out_RI, kind, *share), shares)
+    run_shares(gate, shares, both_RG, out_RI, kind)
     return out_RI
 
 

@@ -14,7 +14,8 @@ The functions are the ones that are otherwise called one by one, in the same ord
 the same.
 
 Shapes: O = operations, F = fields of an operation, B = slots, L = layers with a cache, R = rows,
-C = columns of a slot, K = inputs and N = outputs of a product, X = factors of an operation.
+C = columns of a slot, K = inputs and N = outputs of a product, X = factors of an operation,
+T = threads.
 """
 
 from functools import cache
@@ -148,7 +149,7 @@ def run_on_rows(
     elif code == ACTIVATE:
         for r in range(begin, end):
             row, out_row = x[r, at : at + num], out[r, out_at : out_at + num]
-            activate_part(row, fields_F[KIND], 0, num, out_row)
+            activate_part(row, fields_F[KIND], out_row, 0, num)
     elif code == GATHER:
         index_C = carray(pointer_to(fields_F[ADDRESS], fields_F), num)
         for r in range(begin, end):
@@ -345,11 +346,11 @@ def _runner(
 
     @jit()
     def run(
-        thread: int, num_threads: int, arrived: Ints, addresses_B: Ints, num_rows: int,
+        thread: int, num_threads: int, arrived: Ints, addresses_TB: Ints, num_rows: int,
         like: Numbers, plain_step: tuple[Any, ...],
     ) -> None:  # fmt: skip
         """Run a program. A thread has its own addresses of slots. `plain_step`: see FusedStep."""
-        step = FusedStep(*plain_step)
+        step, addresses_B = FusedStep(*plain_step), addresses_TB[thread]
         barrier = 1
         for op in range(step.fields_OF.shape[0]):
             fields_F, factors_X = step.fields_OF[op], step.factors_OX[op]

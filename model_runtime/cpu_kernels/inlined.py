@@ -139,6 +139,7 @@ def split(entry: Any, inner: Any) -> None:
 
     entry.get_call_template = get_call_template
     entry.get_overload = inner.get_overload
+    entry.inner = inner
 
 
 def _of(kind: type[_FunctionCompiler], dispatcher: Any) -> _FunctionCompiler:

@@ -35,7 +35,11 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
-from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for, take_next
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    MOST_THREADS,
+    run_on_threads,
+    take_next,
+)
 
 MOST_ROWS = 16  # of a product that oneDNN would compute more slowly
 BLOCK_ROWS = 256  # in one pass over a panel, so that their sums stay in the level-2 cache
@@ -43,8 +47,8 @@ PANEL = 64  # outputs with adjacent weights
 CHUNK = 64  # inputs of a panel that stay in the level-1 cache while all rows use them
 _LINE_BYTES = 64
 _AHEAD_BYTES = 32 << 10
-# With less memory to read and fewer multiply-adds, waking a thread costs more time than it saves.
-_BYTES_PER_THREAD, _WORK_PER_THREAD = 4 << 20, 1 << 24
+# With less memory to read and fewer multiply-adds, one more thread costs more time than it saves.
+_BYTES_PER_THREAD, _WORK_PER_THREAD = 1 << 18, 1 << 21
 # Parts that a product has for each thread. Threads take them one by one, because a core may have
 # other work, too.
 _PARTS_PER_THREAD = 4
@@ -272,19 +276,19 @@ def _taker(multiply: Any) -> Any:
 
     @jit()
     def take_parts(
-        taken: Ints, part_rows: int, part_panels: int, num_panels: int,
+        _: int, taken: Ints, part_rows: int, part_panels: int, num_panels: int,
         x_RK: Numbers, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
     ) -> None:  # fmt: skip
         """Multiply blocks of rows by groups of panels. `taken`: the number of parts taken, [1]."""
         num_groups = (num_panels + part_panels - 1) // part_panels
         num_parts = (x_RK.shape[0] + part_rows - 1) // part_rows * num_groups
-        part = take_next(taken)
+        part = take_next(taken, 0)
         while part < num_parts:
             top, first = part // num_groups * part_rows, part % num_groups * part_panels
             stop = min(top + part_rows, x_RK.shape[0])
             end = min(first + part_panels, num_panels)
             multiply(x_RK[top:stop], packed_Q, bias_N, out_RN[top:stop], layout, chain, first, end)
-            part = take_next(taken)
+            part = take_next(taken, 0)
 
     return take_parts
 
@@ -293,8 +297,10 @@ def part_sizes(num_rows: int, num_panels: int, num_threads: int) -> tuple[int, i
     """Return the rows and the panels of a part, so that each thread can have several parts.
 
     Rows of a block are few only if panels are, because each part widens its panels anew. They are
-    whole tiles, unless these would exceed one pass over a panel.
+    whole tiles, unless these would exceed one pass over a panel. One thread has one part.
     """
+    if num_threads == 1:
+        return max(1, num_rows), num_panels
     wanted = _PARTS_PER_THREAD * num_threads
     least_blocks = -(-num_rows // BLOCK_ROWS)
     most_blocks = max(least_blocks, num_rows // _FEWEST_ROWS, 1)
@@ -332,27 +338,10 @@ class RowProducts:
             rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
         )  # fmt: skip
         num_threads = self._num_threads(len(x_RK))
-        if num_threads == 1:
-            kernel(*arguments, 0, num_panels)
-            return out_RN
-        taken, sizes = np.zeros(1, np.int64), part_sizes(len(x_RK), num_panels, num_threads)
-        take_parts = _taker(kernel)
-        parallel_for(
-            lambda _: take_parts(taken, *sizes, num_panels, *arguments), range(num_threads)
-        )
+        sizes = part_sizes(len(x_RK), num_panels, num_threads)
+        taken = np.zeros(1, np.int64)
+        run_on_threads(_taker(kernel), num_threads, taken, *sizes, num_panels, *arguments)
         return out_RN
-
-    def compile_parts(self) -> None:
-        """Compile what several threads run, so that the first step of many rows does not."""
-        panels = self._panels
-        x_RK, out_RN = (
-            np.empty((0, width), self.packed_Q.dtype)
-            for width in (panels.num_inputs, panels.num_outputs)
-        )
-        _taker(self.multiplying.multiply)(
-            np.zeros(1, np.int64), 1, 1, panels.num_panels, self.multiplying.rows_for(x_RK),
-            self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
-        )  # fmt: skip
 
     def _num_threads(self, num_rows: int) -> int:
         """Return how many threads have enough to do."""

@@ -1,81 +1,87 @@
 """Threads that run compiled kernels beside each other.
 
-The threads are Python's, because a kernel releases the interpreter's lock. A second OpenMP runtime
-would compete with torch's for the cores.
+The threads are Python's, but each of them stays in a compiled loop that waits for work, without the
+interpreter's lock. A second OpenMP runtime would compete with torch's for the cores. A thread that
+has found no work for a while sleeps until the next call.
 
-Some kernels have stages, and each stage needs the complete result of the one before. Such a kernel
-runs on every thread of a team. Each thread computes a part of every stage, and a barrier separates
-the stages. A barrier takes a microsecond if each thread has a core of its own. A thread that waits
+A kernel gets the number of its thread. Some kernels have stages, and each stage needs the complete
+result of the one before. Each thread computes a part of every stage, and a barrier separates the
+stages. A barrier takes a microsecond if each thread has a core of its own. A thread that waits
 longer yields its core, because a thread that it waits for may need the core.
 """
 
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import count, pairwise
+from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.simd import address_of
+from ropewalk.model_runtime.cpu_kernels.simd import address_of, pointer_to
 
 MOST_THREADS = 64  # started as they are needed
 
-Share = TypeVar("Share")
+ABORT = 1 << 62  # written to the arrival count, it releases every barrier after a thread has failed
+
+_SPINS = 2000  # reads of a number before a thread yields its core
+_YIELDS = 500  # before it sleeps; about 0.2 ms, longer than the code between two calls takes
+
+# Fields of a thread's mailbox. Each line of 64 bytes has one writer.
+_TICKET, _FUNCTION, _BLOCK, _THREAD, _ARRIVED, _WAKE = range(
+    6
+)  # the caller's; a call adds a ticket
+_DONE, _STATUS = 8, 9  # the thread's: the last ticket, and what its function returned
+_SLEEPS = 16  # set by the thread, cleared by the caller that wakes it, or by the thread
+_BOX = 24
 
 _team = threading.Lock()
+_boxes = np.zeros(MOST_THREADS * _BOX, np.int64)
+_num_started = 1  # the calling thread is the first, and has no mailbox
 
 
-def parallel_for(
-    work: Callable[[Share], None],
-    shares: Sequence[Share],
-    give_up: Callable[[], None] | None = None,
-) -> None:
-    """Call `work` for each share, the first of them on the calling thread.
+def run_on_threads(kernel: Any, num_threads: int, *arguments: Any, arrived: Any = None) -> None:
+    """Call `kernel(thread, *arguments)` with 0 to `num_threads` - 1 at the same time.
 
-    An error in any call is raised after all calls have ended. `give_up` is called first if a call
-    fails or cannot be started. It must release the calls that wait for the failed one.
+    The calling thread is number 0. Only one call with several threads runs at a time. The kernels
+    may wait for each other at the barriers of `arrived` (`barrier_wait`). Raises MemoryError after
+    all threads have ended, if one had no memory. It is the only error of a kernel.
     """
-    if len(shares) == 1:  # a decode step has dozens of these
-        work(shares[0])
-        return
-
-    def guarded(share: Share) -> None:
-        try:
-            work(share)
-        except BaseException:
-            if give_up is not None:
-                give_up()
-            raise
-
-    first, *others = shares
-    waiting: list[Future[None]] = []
-    try:
-        for share in others:
-            waiting.append(_threads().submit(guarded, share))  # noqa: PERF401  # each that started
-        work(first)
-    except BaseException:
-        if give_up is not None:
-            give_up()
-        raise
-    finally:
-        wait(waiting)
-    for each in waiting:
-        each.result()
+    run = _runner(kernel)
+    arrived = np.zeros(1, np.int64) if arrived is None else arrived
+    if num_threads == 1:  # a step of few rows on one thread has dozens of these
+        has_failed = run(_boxes, 1, arrived, arguments)
+    else:
+        with _team:
+            _start(num_threads)
+            has_failed = run(_boxes, num_threads, arrived, arguments)
+    if has_failed:
+        raise MemoryError("a kernel has no memory for its intermediate results")
 
 
-def run_thread_team(work: Callable[[int], None], size: int, give_up: Callable[[], None]) -> None:
-    """Call `work` with 0 to `size` - 1 at the same time, so that the calls may wait for each other.
+def run_shares(kernel: Any, shares: Sequence[tuple[int, int]], *arguments: Any) -> None:
+    """Call `kernel(*arguments, begin, end)` for each share at the same time.
 
-    Only one team runs at a time, because two teams could wait for each other's threads. `give_up`
-    must end the waiting of all calls.
+    Errors are those of `run_on_threads`.
     """
-    with _team:
-        parallel_for(work, range(size), give_up)
+    edges_T2 = np.array(shares, np.int64)
+    run_on_threads(_by_shares(kernel), len(shares), edges_T2, arguments)
+
+
+def run_items(kernel: Any, items_of_threads: Sequence[Any], *arguments: Any) -> None:
+    """Call `kernel(items, *arguments)` for each thread's array of work items at the same time.
+
+    Errors are those of `run_on_threads`.
+    """
+    edges_E = np.cumsum([0, *map(len, items_of_threads)])
+    items = np.concatenate(items_of_threads)
+    run_on_threads(_by_items(kernel), len(items_of_threads), edges_E, items, arguments)
 
 
 def even_shares(size: int, unit: int, most: int) -> list[tuple[int, int]]:
@@ -87,49 +93,92 @@ def even_shares(size: int, unit: int, most: int) -> list[tuple[int, int]]:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="kernel")
+def _by_shares(kernel: Any) -> Any:
+    """Compiled: a kernel on a range, as a kernel of a thread."""
+
+    @jit()
+    def run_share(thread: int, edges_T2: Any, arguments: Any) -> None:
+        kernel(*arguments, edges_T2[thread, 0], edges_T2[thread, 1])
+
+    return run_share
 
 
-ABORT = 1 << 62  # written to the arrival count, it releases every barrier after a thread has failed
+@cache
+def _by_items(kernel: Any) -> Any:
+    """Compiled: a kernel on work items, as a kernel of a thread."""
 
-_SPINS = 2000  # reads of the count before the thread yields its core
+    @jit()
+    def run_own(thread: int, edges_E: Any, items: Any, arguments: Any) -> None:
+        kernel(items[edges_E[thread] : edges_E[thread + 1]], *arguments)
+
+    return run_own
+
+
+def _start(num_threads: int) -> None:
+    """Start the threads that are missing. They end with the process."""
+    global _num_started  # noqa: PLW0603  # under the lock of teams
+    while _num_started < num_threads:
+        base = _num_started * _BOX
+        sleeps, wakes = os.pipe()
+        _boxes[base + _WAKE] = wakes
+        serve = (_boxes, base, np.int32(sleeps))
+        threading.Thread(target=_serve, args=serve, name="kernel", daemon=True).start()
+        _num_started += 1
+
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
+_read = types.ExternalFunction("read", types.intp(types.int32, types.uintp, types.uintp))
+_write = types.ExternalFunction("write", types.intp(types.int32, types.uintp, types.uintp))
+
+
+def _atomic_add(ordering: str) -> Any:
+    """Return an intrinsic that adds one to a number of an array, and returns what it was."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add(typingctx: Any, numbers: Any, at: Any) -> Any:  # noqa: ARG001
+        def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            pointer = address_of(context, builder, numbers, *values)
+            return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), ordering)
+
+        return types.int64(numbers, at), code
+
+    return add
+
+
+take_next = _atomic_add("monotonic")  # no two threads get the same
+_arrive = _atomic_add("seq_cst")  # a thread that reads the sum sees all earlier writes
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def take_next(typingctx: Any, taken: Any) -> Any:  # noqa: ARG001
-    """Add one to the array's only element, and return what it was; no two threads get the same."""
+def _look(typingctx: Any, numbers: Any, at: Any) -> Any:  # noqa: ARG001
+    """Return a number of an array, as another thread last wrote it."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = address_of(context, builder, taken, values[0], ir.Constant(ir.IntType(64), 0))
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(taken), code
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _arrive(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
-    """Add one to the array's only element; a thread that reads the sum sees all earlier writes."""
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = address_of(context, builder, arrived, values[0], ir.Constant(ir.IntType(64), 0))
-        builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
-        return context.get_dummy_value()
-
-    return types.none(arrived), code
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _look(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
-    """Return the array's only element."""
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = address_of(context, builder, arrived, values[0], ir.Constant(ir.IntType(64), 0))
+        pointer = address_of(context, builder, numbers, *values)
         return builder.load_atomic(pointer, "seq_cst", align=8)
 
-    return types.int64(arrived), code
+    return types.int64(numbers, at), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _exchange(typingctx: Any, numbers: Any, at: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write a number of an array, and return what it was."""
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        pointer = address_of(context, builder, numbers, *values[:2])
+        return builder.atomic_rmw("xchg", pointer, values[2], "seq_cst")
+
+    return types.int64(numbers, at, types.int64), code
+
+
+@jit()
+def _wait_for(numbers: Any, at: int, least: int) -> None:
+    """Wait until a number of an array is `least` or more."""
+    spins = 0
+    while _look(numbers, at) < least:
+        spins += 1
+        if spins > _SPINS:
+            _yield_core()
 
 
 @jit()
@@ -140,10 +189,115 @@ def barrier_wait(arrived: Any, barrier: int, num_threads: int) -> int:
     for all threads.
     """
     if num_threads > 1:
-        _arrive(arrived)
+        _arrive(arrived, 0)
+        _wait_for(arrived, 0, barrier * num_threads)
+    return barrier + 1
+
+
+_numbers = count()
+_FUNCTION_TYPE = ir.FunctionType(ir.IntType(32), [ir.IntType(64), ir.IntType(64)])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _call(typingctx: Any, function: Any, block: Any, thread: Any) -> Any:  # noqa: ARG001
+    """Call a function that `_prepared` has made; return 0 if it has not failed."""
+
+    def code(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        function = builder.inttoptr(values[0], _FUNCTION_TYPE.as_pointer())
+        return builder.sext(builder.call(function, values[1:]), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64, types.int64), code
+
+
+def _prepared(kernel: Any) -> Any:
+    """Return an intrinsic that prepares calls of a kernel with the same arguments by any thread.
+
+    It stores the arguments in the caller's frame, and returns the addresses of a function for
+    `_call` and of these arguments. The function ends before the caller does.
+    """
+
+    def prepared(typingctx: Any, arguments: Any) -> Any:
+        wanted = types.Dispatcher(kernel).get_call_type(
+            typingctx, (types.int64, *arguments.types), {}
+        )
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            made = kernel.inner.overloads[wanted.args]
+            context.add_linking_libs([made.library])
+            name = context.mangler("threads_call", (), uid=next(_numbers))
+            function = ir.Function(builder.module, _FUNCTION_TYPE, name)
+            function.linkage = "internal"
+            inside = ir.IRBuilder(function.append_basic_block())
+            kind = context.get_value_type(arguments)
+            given = inside.load(inside.inttoptr(function.args[0], kind.as_pointer()))
+            each = [function.args[1], *cgutils.unpack_tuple(inside, given, len(arguments))]
+            status, _ = context.call_internal_no_propagate(inside, made.fndesc, wanted, each)
+            inside.ret(status.code)
+            block = cgutils.alloca_once_value(builder, values[0])
+            addresses = [builder.ptrtoint(each, ir.IntType(64)) for each in (function, block)]
+            return context.make_tuple(builder, signature.return_type, addresses)
+
+        return types.UniTuple(types.int64, 2)(arguments), code
+
+    # A runner's code is kept under this name.
+    prepared.__name__ = f"{kernel.py_func.__module__}.{kernel.py_func.__qualname__}"
+    return intrinsic(prepared)
+
+
+@cache
+def _runner(kernel: Any) -> Any:
+    """Compiled: calls of a kernel by the threads of a team."""
+    prepared = _prepared(kernel)
+
+    @jit()
+    def run(boxes_F: Any, num_threads: int, arrived: Any, arguments: Any) -> bool:
+        function, block = prepared(arguments)
+        for thread in range(1, num_threads):
+            base = thread * _BOX
+            boxes_F[base + _FUNCTION], boxes_F[base + _BLOCK] = function, block
+            boxes_F[base + _THREAD], boxes_F[base + _ARRIVED] = thread, arrived.ctypes.data
+            _arrive(boxes_F, base + _TICKET)
+            if _exchange(boxes_F, base + _SLEEPS, 0):
+                _write(np.int32(boxes_F[base + _WAKE]), boxes_F.ctypes.data, 1)
+        has_failed = _call(function, block, 0) != 0
+        if has_failed:
+            _exchange(arrived, 0, ABORT)
+        for thread in range(1, num_threads):
+            base = thread * _BOX
+            _wait_for(boxes_F, base + _DONE, boxes_F[base + _TICKET])
+            has_failed |= boxes_F[base + _STATUS] != 0
+        return bool(has_failed)
+
+    return run
+
+
+@jit()
+def _sleep(boxes_F: Any, base: int, ticket: int, sleeps: Any) -> None:
+    """Wait for a ticket without a core. The caller writes a byte if it has seen the flag."""
+    _exchange(boxes_F, base + _SLEEPS, 1)
+    if _look(boxes_F, base + _TICKET) < ticket or not _exchange(boxes_F, base + _SLEEPS, 0):
+        byte = np.empty(1, np.uint8)
+        while _read(sleeps, byte.ctypes.data, 1) != 1:  # a signal interrupts it
+            pass
+
+
+@jit()
+def _serve(boxes_F: Any, base: int, sleeps: Any) -> None:
+    """Run what is put into a mailbox. `sleeps`: the end of a pipe that the caller writes to."""
+    ticket = boxes_F[base + _DONE] + 1
+    while True:
         spins = 0
-        while _look(arrived) < barrier * num_threads:
+        while _look(boxes_F, base + _TICKET) < ticket:
             spins += 1
             if spins > _SPINS:
                 _yield_core()
-    return barrier + 1
+            if spins > _SPINS + _YIELDS:
+                _sleep(boxes_F, base, ticket, sleeps)
+        thread = boxes_F[base + _THREAD]
+        status = _call(boxes_F[base + _FUNCTION], boxes_F[base + _BLOCK], thread)
+        if status != 0:
+            arrived = carray(pointer_to(boxes_F[base + _ARRIVED], boxes_F), 1)
+            _exchange(arrived, 0, ABORT)
+        boxes_F[base + _STATUS] = status
+        _arrive(boxes_F, base + _DONE)
+        ticket += 1

@@ -28,7 +28,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     subtract,
 )
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
-from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import run_shares
 
 CLAMPED = len(KINDS)  # (up + 1) * gate * sigmoid(alpha * gate), after both are clamped
 
@@ -103,5 +103,5 @@ def gated_experts(both_SW: Floats, gate: Gate) -> Floats:
     alpha, limit = np.float32(gate.alpha), np.float32(gate.limit)
     arguments = both_SW, between_SI, gate.kind, int(gate.is_mixed), alpha, limit
     shares = row_shares(num_rows, between_SI.size)
-    parallel_for(lambda share: _gate_rows(*arguments, *share), shares)
+    run_shares(_gate_rows, shares, *arguments)
     return between_SI

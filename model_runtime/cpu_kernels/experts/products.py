@@ -26,14 +26,14 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, as_they_are
-from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import run_shares
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 
 Integers = NDArray[np.int64]
-_WORK_PER_SHARE = 4 << 20  # bytes; with a smaller part, waking a thread costs more than it saves
-_NUMBERS_PER_SHARE = 1 << 17  # that are added
+_WORK_PER_SHARE = 1 << 18  # bytes; with a smaller part, a thread costs more than it saves
+_NUMBERS_PER_SHARE = 1 << 14  # that are added
 ROWS_PER_READ = 8  # that take about as long to multiply as a panel takes to read
 
 
@@ -157,8 +157,7 @@ class ExpertPanels(NamedTuple):
             x_RK, row_of_S, pairs.experts_A, pairs.starts, self.num_inputs, self.packed_Q,
             self.packed_step, self.layout, self.layout_step, self.bias_EW, out_SW,
         )  # fmt: skip
-        run = multiplier(self.product)
-        parallel_for(lambda share: run(*arguments, *share), self._shares(pairs))
+        run_shares(multiplier(self.product), self._shares(pairs), *arguments)
         return out_SW
 
     def _shares(self, pairs: Pairs) -> list[tuple[int, int]]:
@@ -201,4 +200,4 @@ def add_experts(y_SW: Floats, pairs: Pairs, out_RN: Numbers) -> None:
     num_shares = min(torch.get_num_threads(), most)
     edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
     arguments = y_SW, pairs.slots_RC, pairs.weights_RC, out_RN
-    parallel_for(lambda share: _add_rows(*arguments, *share), list(pairwise(edges)))
+    run_shares(_add_rows, list(pairwise(edges)), *arguments)

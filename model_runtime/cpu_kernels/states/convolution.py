@@ -103,17 +103,17 @@ def short_convolution(
     taps_WC: Floats,
     bias_C: Floats,
     tail_NLC: Floats,
-    channels: tuple[int, int],
     inputs_TC: Numbers,
     out_TC: Numbers,
+    first: int,
+    last: int,
 ) -> None:
-    """Compute gate * (convolution of (gate * value)) for some channels, as LFM 2 does.
+    """Compute gate * (convolution of (gate * value)) for channels `first` to `last` - 1 of LFM 2.
 
     `joined_TY`: first gate, second gate and value beside each other, from column `joined_at` on.
     `inputs_TC`: scratch of the served number type, to which the products of first gate and value
     are rounded.
     """
-    first, last = channels
     num_channels = out_TC.shape[1]
     width = joined_TY.shape[1]
     for row in range(out_TC.shape[0]):
@@ -137,12 +137,12 @@ def short_convolution(
             segment,
             taps_WC,
             tail_NLC,
-            channels,
+            (first, last),
             total,
             num_columns,
             False,  # noqa: FBT003
         )
-        keep_inputs(inputs_TC, 0, segment, tail_NLC, channels)
+        keep_inputs(inputs_TC, 0, segment, tail_NLC, (first, last))
         for row in range(end - begin):
             for channel in range(first, last, WIDTH):
                 sum_ = add(load(total, row * num_columns + channel - first), load(bias_C, channel))

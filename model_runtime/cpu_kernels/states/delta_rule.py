@@ -235,7 +235,6 @@ def _write_gated(
 
 @jit()
 def gated_delta(
-    key_heads: tuple[int, int],
     num_key_heads: int,
     segments_X4: Segments,
     inputs: tuple[Numbers, int, Numbers, int, Floats, Floats],
@@ -243,10 +242,12 @@ def gated_delta(
     tail_NLC: Floats,
     state_NHKD: Floats,
     out_TV: Numbers,
+    first_key_head: int,
+    end_key_head: int,
 ) -> None:
     """Compute a layer from its products up to its output's norm, for some key heads.
 
-    `key_heads`: the first one, and the one after the last, with the value heads that share them.
+    These are `first_key_head` to `end_key_head` - 1, with the value heads that share them.
     `inputs` and `weights` are `DeltaInputs` and `DeltaWeights` as plain tuples.
     """
     x_TY, x_at, gate_TY, gate_at, beta_TH, step_TH = inputs
@@ -254,7 +255,7 @@ def gated_delta(
     _, num_heads, key_dim, dim = state_NHKD.shape
     group = num_heads // num_key_heads
     scale = np.float32(1.0 / math.sqrt(key_dim))
-    for key_head in range(key_heads[0], key_heads[1]):
+    for key_head in range(first_key_head, end_key_head):
         query_at = key_head * key_dim
         key_at = num_key_heads * key_dim + query_at
         value_at = 2 * num_key_heads * key_dim + key_head * group * dim

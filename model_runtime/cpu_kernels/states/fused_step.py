@@ -102,12 +102,10 @@ def _delta(
     state_shape = (states.num_slots, num_heads, key_dim, dim)
     state_NHKD = carray(pointer_to(states.addresses_LX[layer, 1], floats), state_shape)
     out_RV = _rows(addresses_B[fields_F[OUT]], num_rows, fields_F[OUT_WIDTH], like)
-    share = (
-        num_key_heads * thread // num_threads, num_key_heads * (thread + 1) // num_threads,
-    )  # fmt: skip
     gated_delta(
-        share, num_key_heads, states.parts_X4,
-        (x_RY, x_at, gate_RY, gate_at, beta_RH, step_RH), weights, tail_NLC, state_NHKD, out_RV,
+        num_key_heads, states.parts_X4, (x_RY, x_at, gate_RY, gate_at, beta_RH, step_RH), weights,
+        tail_NLC, state_NHKD, out_RV,
+        num_key_heads * thread // num_threads, num_key_heads * (thread + 1) // num_threads,
     )  # fmt: skip
 
 
@@ -128,13 +126,10 @@ def _convolution(
     tail_NLC = carray(pointer_to(states.addresses_LX[layer, 0], floats), tail_shape)
     out_RC = _rows(addresses_B[fields_F[OUT]], num_rows, fields_F[OUT_WIDTH], like)
     num_registers = num_channels // WIDTH
-    share = (
+    short_convolution(
+        joined_RY, x_at, states.parts_X4, taps_WC, bias_C, tail_NLC, np.empty_like(out_RC), out_RC,
         num_registers * thread // num_threads * WIDTH,
         num_registers * (thread + 1) // num_threads * WIDTH,
-    )
-    short_convolution(
-        joined_RY, x_at, states.parts_X4, taps_WC, bias_C, tail_NLC, share,
-        np.empty_like(out_RC), out_RC,
     )  # fmt: skip
 
 

@@ -118,9 +118,7 @@ def mixture_of(
 
 def router_product(weight: Tensor, bias: Tensor | None) -> RowProducts:
     """Return the product of rows and a router's weight, in float32."""
-    product = RowProducts(own_panels(weight.detach().float(), bias), weight.shape[1], FLOAT32)
-    product.compile_parts()
-    return product
+    return RowProducts(own_panels(weight.detach().float(), bias), weight.shape[1], FLOAT32)
 
 
 def _bias_beside(block: nn.Module, weight: Tensor) -> Tensor | None:

@@ -32,10 +32,9 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from ropewalk.model_runtime.cpu_kernels.threads import (
-    ABORT,
     MOST_THREADS,
-    parallel_for,
-    run_thread_team,
+    run_on_threads,
+    run_shares,
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
@@ -231,7 +230,7 @@ class DecoderLayers:
             like, _LIKE_SCALE,
         )  # fmt: skip
         shares = row_shares(len(like), num_numbers)
-        parallel_for(lambda share: kernel.run_blocks(*arguments, *share), shares)
+        run_shares(kernel.run_blocks, shares, *arguments)
         return end
 
     def _write(self, each: Instruction, source: Attend, step: PagedStep, arrays: list[Any]) -> None:
@@ -297,12 +296,9 @@ class DecoderLayers:
             self.multiplying, backend.access(pages), self._experts_product, self._advance
         )
         arrived = np.zeros(1, np.int64)
-
-        def work(thread: int) -> None:
-            addresses_B = own[thread].addresses_B
-            run(thread, num_threads, arrived, addresses_B, num_rows, hidden_RE, plain_step)
-
-        run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
+        addresses_TB = np.stack([each.addresses_B for each in own])
+        arguments = num_threads, arrived, addresses_TB, num_rows, hidden_RE, plain_step
+        run_on_threads(run, num_threads, *arguments, arrived=arrived)
         if with_head:
             return logits_RV
         slot = program.slots[program.result]

@@ -25,7 +25,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import DeltaWeights, gated_delta
 from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
-from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, run_shares
 from ropewalk.model_runtime.layers.states.convolutions import taps_of
 from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.state_shape import StateShape
@@ -86,14 +86,9 @@ class _DeltaCall:
         out_TV = np.empty(gate_TV.shape, inputs[0].dtype)
         weights: Any = tuple(self.weights)  # plain, as the kernel takes them
         work = len(x_TC) * states.state_NHKD[0].size
-        parallel_for(
-            lambda share: gated_delta(
-                share, self.num_key_heads, parts_X4, inputs, weights, *states, out_TV
-            ),
-            even_shares(
-                self.num_key_heads, 1, min(torch.get_num_threads(), work // _NUMBERS_PER_SHARE)
-            ),
-        )
+        shares = even_shares(self.num_key_heads, 1, _num_shares(work))
+        arguments = self.num_key_heads, parts_X4, inputs, weights, *states, out_TV
+        run_shares(gated_delta, shares, *arguments)
         return as_tensor(out_TV, gate_TV.dtype)[None]
 
 
@@ -140,13 +135,9 @@ class _ShiftCall:
         num_tokens, num_channels = len(joined_TC), len(self.bias_C)
         out_TC = np.empty((num_tokens, num_channels), joined_TC.dtype)
         inputs_TC = np.empty_like(out_TC)
+        shares = even_shares(num_channels, WIDTH, _num_shares(out_TC.size))
         weights = self.taps_WC, self.bias_C, states.tail_NLC
-        parallel_for(
-            lambda share: short_convolution(
-                joined_TC, 0, parts_X4, *weights, share, inputs_TC, out_TC
-            ),
-            even_shares(num_channels, WIDTH, _num_shares(out_TC.size)),
-        )
+        run_shares(short_convolution, shares, joined_TC, 0, parts_X4, *weights, inputs_TC, out_TC)
         return as_tensor(out_TC, self.joined_TC.dtype)[None]
 
 

@@ -56,8 +56,8 @@ class Case:
         rows = np.array(parts, np.int64)
         for share in even_shares(self.num_key_heads, 1, shares):
             gated_delta(
-                share, self.num_key_heads, rows, tuple(self.inputs), tuple(self.weights), *slots,
-                out,
+                self.num_key_heads, rows, tuple(self.inputs), tuple(self.weights), *slots, out,
+                *share,
             )  # fmt: skip
         return out
 
@@ -200,7 +200,7 @@ def test_a_short_convolution_is_the_formula_in_any_parts(num_taps: int) -> None:
             part = np.array([(begin, end, read, 1 - max(read, 0))], np.int64)
             rows = np.empty_like(out)
             short_convolution(
-                joined, 0, part, taps, bias, tail, (0, num_channels), np.empty_like(out), rows
+                joined, 0, part, taps, bias, tail, np.empty_like(out), rows, 0, num_channels
             )
             out[begin:end] = rows[begin:end]
             read = 1 - max(read, 0)

@@ -15,7 +15,8 @@ from ropewalk.model_runtime.attention import cpu_backend
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels import fused_decode
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder, restore
@@ -160,10 +161,14 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     def failing(*kind: Any) -> Any:
         run = original(*kind)
 
-        def call(thread: int, *arguments: Any) -> None:
+        @jit()
+        def call(  # noqa: PLR0917
+            thread: int, num_threads: int, arrived: Any, addresses_TB: Any, num_rows: int,
+            like: Any, step: Any,
+        ) -> None:  # fmt: skip
             if thread == 1:
                 raise MemoryError
-            run(thread, *arguments)
+            run(thread, num_threads, arrived, addresses_TB, num_rows, like, step)
 
         return call
 
@@ -313,12 +318,12 @@ def test_another_reading_of_the_cache_is_not_passed_over() -> None:
 
 def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong compiled forward is refused; a check that passes any answer would serve it."""
-    original = fused_decode.run_blocks
+    original = fused_decoder.run_shares
 
-    def shifted(fields_OF: Any, factors_OX: Any, *arguments: Any) -> None:
-        original(fields_OF, factors_OX + np.float32(1e-3), *arguments)
+    def shifted(kernel: Any, shares: Any, fields_OF: Any, factors_OX: Any, *arguments: Any) -> None:
+        original(kernel, shares, fields_OF, factors_OX + np.float32(1e-3), *arguments)
 
-    monkeypatch.setattr(fused_decode, "run_blocks", shifted)
+    monkeypatch.setattr(fused_decoder, "run_shares", shifted)
     assert_refused("llama", "has other bits than its own forward")
 
 
@@ -328,7 +333,7 @@ def test_an_error_of_the_fused_forward_is_logged(monkeypatch: pytest.MonkeyPatch
     def failing(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(fused_decode, "run_blocks", failing)
+    monkeypatch.setattr(fused_decoder, "run_shares", failing)
     assert_refused("llama", "MemoryError: no room")
 
 
@@ -339,15 +344,15 @@ def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     if forward.multiplying is None:
         pytest.skip("this processor's products have no kernel for few rows")
     calls = []
-    run = fused_decode.runner_for(FLOAT32, fused_decode.EXACT_ACCESS)
+    run = fused_decoder.run_on_threads
 
-    def counted(thread: int, num_threads: int, *arguments: Any) -> None:
-        calls.append((thread, num_threads, arguments[2]))
-        run(thread, num_threads, *arguments)
+    def counted(kernel: Any, num_threads: int, *arguments: Any, arrived: Any) -> None:
+        calls.append((num_threads, arguments[3]))
+        run(kernel, num_threads, *arguments, arrived=arrived)
 
-    monkeypatch.setattr(fused_decode, "runner_for", lambda *_: counted)
+    monkeypatch.setattr(fused_decoder, "run_on_threads", counted)
     runner: ModelRunner = build_runner(checkpoint, CONFIG)
     table_id = native_table(runner, checkpoint)
     for num_rows in (1, MOST_ROWS, MOST_ROWS + 1):
         runner.run([Span([5], 0, [at], table_id, range(1)) for at in range(num_rows)])
-    assert calls == [(0, 1, 1), (0, 1, MOST_ROWS)]
+    assert calls == [(1, 1), (1, MOST_ROWS)]

@@ -17,6 +17,7 @@ from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels import fused_decode
 from ropewalk.model_runtime.cpu_kernels.attention import attention
+from ropewalk.model_runtime.cpu_kernels.threads import _by_items, _runner
 from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import PageGroups
@@ -179,9 +180,9 @@ def test_recorded_steps_follow_the_tables_of_all_groups(
 
 def compiled(checkpoint_runner: ModelRunner) -> int:
     """The number of compiled kinds of the kernels that take pages."""
-    kernels = [attention.attend, attention.write_kv]
     forward = checkpoint_runner._model.forward
-    kernels.append(fused_decode.runner_for(forward.multiplying, fused_decode.EXACT_ACCESS))
+    fused = fused_decode.runner_for(forward.multiplying, fused_decode.EXACT_ACCESS)
+    kernels = [attention.write_kv, *map(_runner, (_by_items(attention.attend), fused))]
     return sum(len(each.signatures) for each in kernels)
 
 

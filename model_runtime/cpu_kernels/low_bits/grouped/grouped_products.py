@@ -57,7 +57,12 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     rows_adder,
     write_totals,
 )
-from ropewalk.model_runtime.cpu_kernels.threads import even_shares, parallel_for, take_next
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    even_shares,
+    run_on_threads,
+    run_shares,
+    take_next,
+)
 
 _MOST_ROWS = 256  # whose sums are kept while a panel is read once
 _INPUTS = 256  # of a panel whose codes are at hand in the level-1 cache
@@ -67,7 +72,7 @@ _PARTS_PER_THREAD = 4  # a core may have other work, so threads take parts one b
 # took 0.8 to 1.2 times as long so as with a chunk, by format, on an AMD EPYC of the fourth
 # generation.
 _MOST_FEW = 8 if WIDTH == 16 else 1
-_ROWS_TO_SHARE = 64  # fewer are rounded before another thread has begun
+_ROWS_TO_SHARE = 8  # fewer are rounded before another thread has begun
 # Rows of a tile and registers per row, as in skinny_gemm.py. Sums are there twice: of integers, and
 # of float32.
 _TILES = (
@@ -312,15 +317,15 @@ def _taker(multiply: Any) -> Any:
 
     @jit()
     def take_parts(
-        taken: Ints, part_panels: int, num_panels: int, rows: Any, packed_Q: Numbers,
+        _: int, taken: Ints, part_panels: int, num_panels: int, rows: Any, packed_Q: Numbers,
         bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
     ) -> None:  # fmt: skip
         """Multiply all rows by groups of panels. `taken`: the number of groups taken, [1]."""
-        first = take_next(taken) * part_panels
+        first = take_next(taken, 0) * part_panels
         while first < num_panels:
             end = min(first + part_panels, num_panels)
             multiply(rows, packed_Q, bias_N, out_RN, layout, chain, first, end)
-            first = take_next(taken) * part_panels
+            first = take_next(taken, 0) * part_panels
 
     return take_parts
 
@@ -335,16 +340,15 @@ class GroupedProducts(RowProducts):
     def multiply(self, x_RK: Numbers) -> Numbers:
         """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         num_threads, num_panels = self._num_threads(len(x_RK)), self._panels.num_panels
-        if num_threads == 1:
-            return super().multiply(x_RK)
         take_parts = _taker(self.multiplying.multiply)
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
-        taken, part_panels = np.zeros(1, np.int64), num_panels // (_PARTS_PER_THREAD * num_threads)
+        num_parts = 1 if num_threads == 1 else _PARTS_PER_THREAD * num_threads
         arguments = (
-            taken, max(1, part_panels), num_panels, self._records(x_RK, num_threads),
-            self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
+            np.zeros(1, np.int64), max(1, num_panels // num_parts), num_panels,
+            self._records(x_RK, num_threads), self.packed_Q, self.bias_N, out_RN, self.layout,
+            self.chain,
         )  # fmt: skip
-        parallel_for(lambda _: take_parts(*arguments), range(num_threads))
+        run_on_threads(take_parts, num_threads, *arguments)
         return out_RN
 
     def _records(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
@@ -353,5 +357,5 @@ class GroupedProducts(RowProducts):
         wide_RK: Any = np.empty(x_RK.shape, np.float32) if is_widened else x_RK
         records_RB = np.empty((len(x_RK), record_bytes(x_RK.shape[1])), np.uint8)
         parts = even_shares(len(x_RK), 1, num_threads if len(x_RK) >= _ROWS_TO_SHARE else 1)
-        parallel_for(lambda part: make_part(x_RK, wide_RK, records_RB, *part), parts)
+        run_shares(make_part, parts, x_RK, wide_RK, records_RB)
         return records_RB, wide_RK
