@@ -37,7 +37,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     SequenceArrays,
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
-from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, run_items
+from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_items
 from ropewalk.rope import MOST_RANGES, KeyMap, PositionMethod
 
 # The sequences of a step that read ranges of keys, as the CPU's kernel takes them.
@@ -245,9 +245,7 @@ class CpuAttention:
                 for place in self._places_S
             )
             work = products * num_heads * dim
-            num_threads = min(
-                torch.get_num_threads(), MOST_THREADS, len(items), 1 + work // _SERIAL_WORK
-            )
+            num_threads = num_threads_for(min(len(items), 1 + work // _SERIAL_WORK))
             self._shares[shape] = [
                 np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
             ]

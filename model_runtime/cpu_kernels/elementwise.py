@@ -8,7 +8,6 @@ I = dimensions between the products of a block, G = both halves of them.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,11 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     reduce_add,
     store,
 )
-from ropewalk.model_runtime.cpu_kernels.threads import run_shares
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    even_shares,
+    num_threads_for,
+    run_shares,
+)
 
 
 def as_numpy(numbers: Tensor) -> Any:
@@ -242,7 +245,4 @@ def gated(both_RG: Numbers, kind: int = SILU) -> Numbers:
 
 def row_shares(num_rows: int, num_numbers: int) -> list[tuple[int, int]]:
     """Return ranges of rows for threads, as many as `num_numbers` of results are worth."""
-    most = max(1, min(num_rows, num_numbers // _NUMBERS_PER_SHARE))
-    num_shares = min(torch.get_num_threads(), most)
-    edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
-    return list(pairwise(edges))
+    return even_shares(num_rows, 1, num_threads_for(num_numbers // _NUMBERS_PER_SHARE))

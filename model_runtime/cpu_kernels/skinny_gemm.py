@@ -36,7 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, 
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
 from ropewalk.model_runtime.cpu_kernels.threads import (
-    MOST_THREADS,
+    num_threads_for,
     run_on_threads,
     take_next,
 )
@@ -207,6 +207,12 @@ def widened(x_RK: Numbers) -> Floats:
 
 
 @jit()
+def rows_between(x_RK: Numbers, top: int, stop: int) -> Numbers:
+    """Return rows `top` to `stop` - 1."""
+    return x_RK[top:stop]
+
+
+@jit()
 def widen_panels(packed_Q: Numbers, first: int, out_Q: Numbers) -> None:
     """Copy bfloat16 values from `first` on into a float32 array of whole panels."""
     ahead = _AHEAD_BYTES // packed_Q.itemsize
@@ -223,6 +229,7 @@ class Multiplying(NamedTuple):
     step: int  # inputs that one product takes
     rows_for: Any  # converts [R, K] of the dtype's values or bits to the input of `multiply`
     multiply: Any
+    between: Any = rows_between  # a range of the rows that `multiply` takes
 
 
 _multiply_numbers = _multiplier(add_products, 1)
@@ -271,23 +278,27 @@ def own_panels(weight_NK: Tensor, bias_N: Tensor | None, num_packed: int | None 
 
 
 @cache
-def _taker(multiply: Any) -> Any:
+def _taker(multiply: Any, between: Any) -> Any:
     """Compiled: the parts of a product that no other thread has taken, one after the other."""
 
     @jit()
     def take_parts(
         _: int, taken: Ints, part_rows: int, part_panels: int, num_panels: int,
-        x_RK: Numbers, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
+        rows: Any, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
     ) -> None:  # fmt: skip
         """Multiply blocks of rows by groups of panels. `taken`: the number of parts taken, [1]."""
         num_groups = (num_panels + part_panels - 1) // part_panels
-        num_parts = (x_RK.shape[0] + part_rows - 1) // part_rows * num_groups
+        num_rows = out_RN.shape[0]
+        num_parts = (num_rows + part_rows - 1) // part_rows * num_groups
         part = take_next(taken, 0)
         while part < num_parts:
             top, first = part // num_groups * part_rows, part % num_groups * part_panels
-            stop = min(top + part_rows, x_RK.shape[0])
+            stop = min(top + part_rows, num_rows)
             end = min(first + part_panels, num_panels)
-            multiply(x_RK[top:stop], packed_Q, bias_N, out_RN[top:stop], layout, chain, first, end)
+            multiply(
+                between(rows, top, stop), packed_Q, bias_N, out_RN[top:stop], layout, chain,
+                first, end,
+            )  # fmt: skip
             part = take_next(taken, 0)
 
     return take_parts
@@ -331,21 +342,23 @@ class RowProducts:
 
     def multiply(self, x_RK: Numbers) -> Numbers:
         """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
-        _, _, rows_for, kernel = self.multiplying
-        num_panels = self._panels.num_panels
+        num_threads, num_panels = self._num_threads(len(x_RK)), self._panels.num_panels
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
         arguments = (
-            rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
+            np.zeros(1, np.int64), *part_sizes(len(x_RK), num_panels, num_threads), num_panels,
+            self._rows(x_RK, num_threads), self.packed_Q, self.bias_N, out_RN, self.layout,
+            self.chain,
         )  # fmt: skip
-        num_threads = self._num_threads(len(x_RK))
-        sizes = part_sizes(len(x_RK), num_panels, num_threads)
-        taken = np.zeros(1, np.int64)
-        run_on_threads(_taker(kernel), num_threads, taken, *sizes, num_panels, *arguments)
+        take_parts = _taker(self.multiplying.multiply, self.multiplying.between)
+        run_on_threads(take_parts, num_threads, *arguments)
         return out_RN
+
+    def _rows(self, x_RK: Numbers, num_threads: int) -> Any:  # noqa: ARG002
+        """Return rows as the kernel takes them."""
+        return self.multiplying.rows_for(x_RK)
 
     def _num_threads(self, num_rows: int) -> int:
         """Return how many threads have enough to do."""
         panels = self._panels
         work = num_rows * panels.num_inputs * panels.num_outputs
-        most = max(panels.num_bytes // _BYTES_PER_THREAD, work // _WORK_PER_THREAD, 1)
-        return min(most, torch.get_num_threads(), MOST_THREADS)
+        return num_threads_for(max(panels.num_bytes // _BYTES_PER_THREAD, work // _WORK_PER_THREAD))

@@ -18,6 +18,7 @@ from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
@@ -33,10 +34,9 @@ ABORT = 1 << 62  # written to the arrival count, it releases every barrier after
 _SPINS = 2000  # reads of a number before a thread yields its core
 _YIELDS = 500  # before it sleeps; about 0.2 ms, longer than the code between two calls takes
 
-# Fields of a thread's mailbox. Each line of 64 bytes has one writer.
-_TICKET, _FUNCTION, _BLOCK, _THREAD, _ARRIVED, _WAKE = range(
-    6
-)  # the caller's; a call adds a ticket
+# Fields of a thread's mailbox. Each line of 64 bytes has one writer. The caller's are first; a call
+# adds one to the ticket.
+_TICKET, _FUNCTION, _BLOCK, _THREAD, _ARRIVED, _WAKE = range(6)
 _DONE, _STATUS = 8, 9  # the thread's: the last ticket, and what its function returned
 _SLEEPS = 16  # set by the thread, cleared by the caller that wakes it, or by the thread
 _BOX = 24
@@ -82,6 +82,11 @@ def run_items(kernel: Any, items_of_threads: Sequence[Any], *arguments: Any) -> 
     edges_E = np.cumsum([0, *map(len, items_of_threads)])
     items = np.concatenate(items_of_threads)
     run_on_threads(_by_items(kernel), len(items_of_threads), edges_E, items, arguments)
+
+
+def num_threads_for(most: int) -> int:
+    """Return how many threads a call may have; `most` is what its work is worth."""
+    return max(1, min(most, torch.get_num_threads(), MOST_THREADS))
 
 
 def even_shares(size: int, unit: int, most: int) -> list[tuple[int, int]]:

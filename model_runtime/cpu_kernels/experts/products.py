@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
@@ -26,7 +25,11 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, as_they_are
-from ropewalk.model_runtime.cpu_kernels.threads import run_shares
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    even_shares,
+    num_threads_for,
+    run_shares,
+)
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
@@ -166,7 +169,7 @@ class ExpertPanels(NamedTuple):
         ends_A = self.num_panels * np.cumsum(cost_A)
         total = float(ends_A[-1])
         most = int(total * self.panel_bytes / _WORK_PER_SHARE)
-        num_shares = max(1, min(torch.get_num_threads(), most))
+        num_shares = num_threads_for(most)
         if num_shares == 1:
             return [(0, len(cost_A) * self.num_panels)]
         targets = total * np.arange(num_shares + 1) / num_shares
@@ -196,8 +199,5 @@ def _add_rows(
 def add_experts(y_SW: Floats, pairs: Pairs, out_RN: Numbers) -> None:
     """Write the weighted sum of each row's experts, in their order, rounded once."""
     num_rows = len(out_RN)
-    most = max(1, min(num_rows, y_SW.size // _NUMBERS_PER_SHARE))
-    num_shares = min(torch.get_num_threads(), most)
-    edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
-    arguments = y_SW, pairs.slots_RC, pairs.weights_RC, out_RN
-    run_shares(_add_rows, list(pairwise(edges)), *arguments)
+    shares = even_shares(num_rows, 1, num_threads_for(y_SW.size // _NUMBERS_PER_SHARE))
+    run_shares(_add_rows, shares, y_SW, pairs.slots_RC, pairs.weights_RC, out_RN)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import structlog
-import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
@@ -32,7 +31,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from ropewalk.model_runtime.cpu_kernels.threads import (
-    MOST_THREADS,
+    num_threads_for,
     run_on_threads,
     run_shares,
 )
@@ -307,8 +306,7 @@ class DecoderLayers:
 
     def _num_threads(self, backend: CpuAttention) -> int:
         """Return the number of threads that the size of all weights, or attention, is worth."""
-        most = min(torch.get_num_threads(), MOST_THREADS)
-        by_weights = max(1, min(most, self.read_bytes // _BYTES_PER_THREAD))
+        by_weights = num_threads_for(self.read_bytes // _BYTES_PER_THREAD)
         _, each = self._attentions[0]
         plan = self._plans[each.layer]
         shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)

@@ -25,7 +25,11 @@ from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import DeltaWeights, gated_delta
 from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
-from ropewalk.model_runtime.cpu_kernels.threads import even_shares, run_shares
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    even_shares,
+    num_threads_for,
+    run_shares,
+)
 from ropewalk.model_runtime.layers.states.convolutions import taps_of
 from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.state_shape import StateShape
@@ -142,7 +146,7 @@ class _ShiftCall:
 
 
 def _num_shares(num_numbers: int) -> int:
-    return min(torch.get_num_threads(), num_numbers // _NUMBERS_PER_SHARE)
+    return num_threads_for(num_numbers // _NUMBERS_PER_SHARE)
 
 
 class CpuStates:

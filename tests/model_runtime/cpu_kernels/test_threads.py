@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.threads import (
+    MOST_THREADS,
     barrier_wait,
     even_shares,
+    num_threads_for,
     run_items,
     run_on_threads,
     run_shares,
@@ -92,6 +95,14 @@ def test_a_thread_that_sleeps_is_woken() -> None:
     before = time.process_time()
     time.sleep(0.2)
     assert time.process_time() - before < 0.1
+
+
+def test_a_call_has_no_more_threads_than_there_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 100)
+    assert num_threads_for(200) == MOST_THREADS
+    numbers = np.zeros(1000)
+    run_shares(add_to, even_shares(1000, 1, 100), numbers, (0.5, 4))
+    assert np.all(numbers == 2)
 
 
 def test_callers_on_several_threads_take_turns() -> None:

@@ -139,7 +139,7 @@ def test_results_of_other_types_or_shapes_keep_the_own_code(cast: Any) -> None:
 def test_threads_of_a_router_compile_nothing_later() -> None:
     """A warm-up has 32 rows, and a prompt of many rows is the first that threads share."""
     packed(block_of("qwen3_moe", torch.bfloat16))
-    signatures = _runner(_taker(FLOAT32.multiply)).signatures
+    signatures = _runner(_taker(FLOAT32.multiply, FLOAT32.between)).signatures
     assert signatures
     before = list(signatures)
     many = RowProducts(own_panels(torch.ones(128, 1024), None), 1024, FLOAT32)
@@ -149,7 +149,7 @@ def test_threads_of_a_router_compile_nothing_later() -> None:
         many(torch.ones(512, 1024))
     finally:
         torch.set_num_threads(torch_threads)
-    assert _runner(_taker(FLOAT32.multiply)).signatures == before
+    assert _runner(_taker(FLOAT32.multiply, FLOAT32.between)).signatures == before
 
 
 def expected_routing(logits_RE: Tensor, num: int, *, is_normalised: bool) -> tuple[Any, Tensor]:

@@ -27,7 +27,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     load_sums,
     store_sums,
 )
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_of, chunk_unpacker
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
@@ -59,15 +59,12 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
 )
 from ropewalk.model_runtime.cpu_kernels.threads import (
     even_shares,
-    run_on_threads,
     run_shares,
-    take_next,
 )
 
 _MOST_ROWS = 256  # whose sums are kept while a panel is read once
 _INPUTS = 256  # of a panel whose codes are at hand in the level-1 cache
 _LINE_BYTES = 64
-_PARTS_PER_THREAD = 4  # a core may have other work, so threads take parts one by one
 # With so many rows, weights stay in registers for 4, 2 or 1 of them at once. Nine to sixteen rows
 # took 0.8 to 1.2 times as long so as with a chunk, by format, on an AMD EPYC of the fourth
 # generation.
@@ -269,6 +266,12 @@ def _multiplier(
     return multiply
 
 
+@jit()
+def _records_between(rows: Any, top: int, stop: int) -> Any:
+    """Return records `top` to `stop` - 1, and the same rows in float32."""
+    return rows[0][top:stop], rows[1][top:stop]
+
+
 class Grouping(NamedTuple):
     """The way to multiply rows by the panels of a model, group by group."""
 
@@ -304,30 +307,11 @@ def _grouping(
     rows, make_part = maker(num_orders, int(has_floats))
     multiply = _multiplier(numbers, num_orders, int(has_floats), in_pairs=in_pairs)
     return Grouping(
-        Multiplying(dtype, 2 if in_pairs else 1, rows, multiply),
+        Multiplying(dtype, 2 if in_pairs else 1, rows, multiply, _records_between),
         lambda num_inputs: places.py_func(num_inputs, num_orders, int(in_pairs)).num_bytes,
         has_floats,
         make_part,
     )
-
-
-@cache
-def _taker(multiply: Any) -> Any:
-    """Compiled: the parts of a product that no other thread has taken, one after the other."""
-
-    @jit()
-    def take_parts(
-        _: int, taken: Ints, part_panels: int, num_panels: int, rows: Any, packed_Q: Numbers,
-        bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
-    ) -> None:  # fmt: skip
-        """Multiply all rows by groups of panels. `taken`: the number of groups taken, [1]."""
-        first = take_next(taken, 0) * part_panels
-        while first < num_panels:
-            end = min(first + part_panels, num_panels)
-            multiply(rows, packed_Q, bias_N, out_RN, layout, chain, first, end)
-            first = take_next(taken, 0) * part_panels
-
-    return take_parts
 
 
 class GroupedProducts(RowProducts):
@@ -337,21 +321,7 @@ class GroupedProducts(RowProducts):
         super().__init__(panels, panels.num_inputs, grouping.multiplying)
         self._grouping = grouping
 
-    def multiply(self, x_RK: Numbers) -> Numbers:
-        """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
-        num_threads, num_panels = self._num_threads(len(x_RK)), self._panels.num_panels
-        take_parts = _taker(self.multiplying.multiply)
-        out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
-        num_parts = 1 if num_threads == 1 else _PARTS_PER_THREAD * num_threads
-        arguments = (
-            np.zeros(1, np.int64), max(1, num_panels // num_parts), num_panels,
-            self._records(x_RK, num_threads), self.packed_Q, self.bias_N, out_RN, self.layout,
-            self.chain,
-        )  # fmt: skip
-        run_on_threads(take_parts, num_threads, *arguments)
-        return out_RN
-
-    def _records(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
+    def _rows(self, x_RK: Numbers, num_threads: int) -> tuple[Records, Numbers]:
         """Return the records of rows, and the rows in float32; threads share many rows."""
         _, record_bytes, is_widened, make_part = self._grouping
         wide_RK: Any = np.empty(x_RK.shape, np.float32) if is_widened else x_RK
