@@ -56,8 +56,20 @@ _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at thei
 PEAK_ROUNDS = 1 << 16
 PEAK_OPERATIONS = 2 * 12 * WIDTH * PEAK_ROUNDS  # of one call of `multiply_adds`
 READ_BYTES = 256 << 20
+_READ_STEP = 1 << 10  # numbers; a thread reads a multiple of them
 _TEAMS = (2, 16, 64)  # threads of a call; of which only the cores' number run at a time
 _BARRIERS = 1000
+
+
+class Rates(NamedTuple):
+    """What some threads of this processor do in a second, together."""
+
+    operations: float
+    read_bytes: float
+
+    def floor(self, operations: float, num_bytes: float) -> float:
+        """Return the seconds that so much work has to take."""
+        return max(operations / self.operations, num_bytes / self.read_bytes)
 
 
 class Row(NamedTuple):
@@ -108,6 +120,43 @@ def seconds(work: Callable[[], object], least: float = 0.3) -> float:
         work()
         times.append(time.perf_counter() - begin)
     return sorted(times)[len(times) // 2]
+
+
+def shortest_of(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the shortest time of each work in seconds; the works take turns.
+
+    Other work on the machine only makes times longer.
+    """
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for attempt in range(rounds + 1):
+        for name, work in works.items():
+            begin = time.perf_counter()
+            work()
+            if attempt:  # the first one compiles
+                found[name].append(time.perf_counter() - begin)
+    return {name: min(times) for name, times in found.items()}
+
+
+def measured_rates(num_threads: int) -> Rates:
+    """Measure multiply-adds on registers, and reading of memory that no cache holds."""
+    numbers, out_T = np.ones(READ_BYTES // 4, np.float32), np.empty(num_threads, np.float32)
+    works: dict[str, Callable[[], object]] = {
+        "operations": partial(run_on_threads, _multiply_add, num_threads, PEAK_ROUNDS, out_T),
+        "reading": partial(run_on_threads, _sum_part, num_threads, numbers, out_T),
+    }
+    took = shortest_of(works, rounds=7)
+    return Rates(num_threads * PEAK_OPERATIONS / took["operations"], READ_BYTES / took["reading"])
+
+
+@jit()
+def _multiply_add(thread: int, rounds: int, out_T: Floats) -> None:
+    out_T[thread] = multiply_adds(rounds)
+
+
+@jit()
+def _sum_part(thread: int, numbers: Floats, out_T: Floats) -> None:
+    size = numbers.shape[0] // out_T.shape[0] // _READ_STEP * _READ_STEP
+    out_T[thread] = sum_of(numbers[thread * size : (thread + 1) * size])
 
 
 def product_rows(peak: float, bandwidth: float) -> list[Row]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from benchmarks.step_floors import measured_rates
+from benchmarks.cpu_kernels import measured_rates
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner

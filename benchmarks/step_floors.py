@@ -12,7 +12,6 @@ last layer computes all rows, too, which it does not when a model is served.
 Shapes: T = flat tokens, C = columns that hold head beside head.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,13 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.cpu_kernels import (
-    PEAK_OPERATIONS,
-    PEAK_ROUNDS,
-    READ_BYTES,
-    multiply_adds,
-    sum_of,
-)
+from benchmarks.cpu_kernels import Rates, measured_rates, shortest_of
 from benchmarks.made_gguf import q4_k_m
 from benchmarks.made_weights import fill_with
 from benchmarks.make_model import SHAPES, Shape, llama_config
@@ -38,7 +31,6 @@ from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     AttentionParams,
-    Floats,
     Ints,
     Numbers,
 )
@@ -50,7 +42,6 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widene
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import CHUNK, PANEL
 from ropewalk.model_runtime.cpu_kernels.threads import (
     even_shares,
-    run_on_threads,
     run_shares,
 )
 from ropewalk.model_runtime.engine.build_engine import build_runner
@@ -64,7 +55,6 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
 
 _PAGE = 64
-_READ_STEP = 1 << 10  # numbers; a thread reads a multiple of them
 _CONTEXT = 128  # tokens before a decoded one
 _MOST_TOKENS = 2048  # of a sequence
 _NATIVE_LEN = 4096
@@ -90,17 +80,6 @@ class Row(NamedTuple):
     kind: Kind
     num_threads: int
     parts: dict[str, tuple[float, float | None]]  # part -> its time, and its floor
-
-
-class Rates(NamedTuple):
-    """What some threads of this processor do in a second, together."""
-
-    operations: float
-    read_bytes: float
-
-    def floor(self, operations: float, num_bytes: float) -> float:
-        """Return the seconds that so much work has to take."""
-        return max(operations / self.operations, num_bytes / self.read_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,43 +223,6 @@ def attention_of(made: Made, kind: Kind) -> Callable[[], None]:
             backend.attend(joined_TC, shape.heads, pages, params)
 
     return run
-
-
-def measured_rates(num_threads: int) -> Rates:
-    """Measure multiply-adds on registers, and reading of memory that no cache holds."""
-    numbers, out_T = np.ones(READ_BYTES // 4, np.float32), np.empty(num_threads, np.float32)
-    works: dict[str, Callable[[], object]] = {
-        "operations": partial(run_on_threads, _operate, num_threads, PEAK_ROUNDS, out_T),
-        "reading": partial(run_on_threads, _read, num_threads, numbers, out_T),
-    }
-    took = shortest_of(works, rounds=7)
-    return Rates(num_threads * PEAK_OPERATIONS / took["operations"], READ_BYTES / took["reading"])
-
-
-@jit()
-def _operate(thread: int, rounds: int, out_T: Floats) -> None:
-    out_T[thread] = multiply_adds(rounds)
-
-
-@jit()
-def _read(thread: int, numbers: Floats, out_T: Floats) -> None:
-    size = numbers.shape[0] // out_T.shape[0] // _READ_STEP * _READ_STEP
-    out_T[thread] = sum_of(numbers[thread * size : (thread + 1) * size])
-
-
-def shortest_of(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the shortest time of each work in seconds; the works take turns.
-
-    Other work on the machine only makes times longer.
-    """
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for attempt in range(rounds + 1):
-        for name, work in works.items():
-            begin = time.perf_counter()
-            work()
-            if attempt:  # the first one compiles
-                found[name].append(time.perf_counter() - begin)
-    return {name: min(times) for name, times in found.items()}
 
 
 def floors(made: Made, kind: Kind, rates: Rates) -> dict[str, float]:

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
+from benchmarks.cpu_kernels import Rates
 from benchmarks.make_model import Shape
-from benchmarks.step_floors import KINDS, Kind, Made, Rates, floors, format_of, make, row_of, table
+from benchmarks.step_floors import KINDS, Kind, Made, floors, format_of, make, row_of, table
 
 pytestmark = pytest.mark.costly(by="file")
 
