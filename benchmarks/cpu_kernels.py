@@ -2,8 +2,8 @@
 
 The script first measures two rates of the core. One is that of multiply-adds on registers, in
 vectors of the kernels' width. The other is that of reading memory. Each kernel's number is a share
-of one of these rates, measured in the same run. The last rows are what threads cost: a call that
-wakes them, and a barrier in a compiled kernel.
+of one of these rates, measured in the same run. The last rows are what threads cost: a call of
+all of them, one that wakes them, and a barrier in a compiled kernel.
 
 With `python -m tests.processors avx2` before the command, a newer processor plays an older one.
 
@@ -224,8 +224,20 @@ def thread_rows() -> list[Row]:
     for size in _TEAMS:
         took = seconds(partial(run_on_threads, _do_nothing, size))
         rows.append(Row(f"a call on {size} threads", "", f"{1e6 * took:.0f} us", ""))
+    rows.append(Row("a call on 2 threads that sleep", "", f"{1e6 * _waking_seconds():.0f} us", ""))
     took = seconds(_run_barriers) / _BARRIERS
     return [*rows, Row("a barrier of 2 threads", "", f"{1e6 * took:.2f} us", "")]
+
+
+def _waking_seconds() -> float:
+    """Return the median time of a call, each long after the one before."""
+    times = []
+    for _ in range(51):
+        time.sleep(0.003)
+        begin = time.perf_counter()
+        run_on_threads(_do_nothing, 2)
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
 
 
 def _run_barriers() -> None:
