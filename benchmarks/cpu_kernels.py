@@ -39,6 +39,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     vectors,
 )
 from ropewalk.model_runtime.cpu_kernels.threads import (
+    MOST_THREADS,
     barrier_wait,
     run_on_threads,
 )
@@ -139,6 +140,7 @@ def shortest_of(works: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 def measured_rates(num_threads: int) -> Rates:
     """Measure multiply-adds on registers, and reading of memory that no cache holds."""
+    num_threads = min(num_threads, MOST_THREADS)
     numbers, out_T = np.ones(READ_BYTES // 4, np.float32), np.empty(num_threads, np.float32)
     works: dict[str, Callable[[], object]] = {
         "operations": partial(run_on_threads, _multiply_add, num_threads, PEAK_ROUNDS, out_T),
@@ -242,7 +244,7 @@ def _waking_seconds() -> float:
 
 def _run_barriers() -> None:
     arrived = np.zeros(1, np.int64)
-    run_on_threads(_wait_often, 2, arrived, 2, _BARRIERS)
+    run_on_threads(_wait_often, 2, arrived, 2, _BARRIERS, arrived=arrived)
 
 
 @jit()

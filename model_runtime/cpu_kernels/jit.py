@@ -57,17 +57,27 @@ def _variant(function: Callable[..., Any]) -> str:
     The text is the same in every process. numba's own hash is not, if one variable is a kernel.
     """
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return ",".join(map(_described, cells))
+    return ",".join(map(described, cells))
 
 
-def _described(thing: Any) -> str:
+def described(thing: Any) -> str:
+    """Return a text that tells apart what a kernel takes from around it. Raises TypeError."""
     if isinstance(thing, Dispatcher):
-        return f"{thing.py_func.__module__}.{thing.py_func.__qualname__}"  # its own variant in it
+        kernel = thing.py_func
+        # The kernel's own variant is a part of its name.
+        return f"{kernel.__module__}.{kernel.__qualname__}:{_code_hash(kernel)[:12]}"
     if isinstance(thing, _Intrinsic):
         return thing._name  # type: ignore[no-any-return]  # noqa: SLF001
     if isinstance(thing, int | str | type):
         return repr(thing)
     raise TypeError(f"a kernel takes {thing!r} from around it, which has no name for the cache")
+
+
+def _code_hash(function: Callable[..., Any]) -> str:
+    """Return a hash of a function's own code and constants."""
+    code = function.__code__
+    numbers = [each for each in code.co_consts if isinstance(each, int | float | str)]
+    return hashlib.sha256(code.co_code + repr((numbers, code.co_names)).encode()).hexdigest()
 
 
 def _warn_once(event: str, **facts: str) -> None:
@@ -173,8 +183,7 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
 
         The function's name tells its variants apart.
         """
-        code = hashlib.sha256(self._py_func.__code__.co_code).hexdigest()
-        return sig, codegen.magic_tuple(), code
+        return sig, codegen.magic_tuple(), _code_hash(self._py_func)
 
 
 def num_kept() -> int:

@@ -308,7 +308,8 @@ def part_sizes(num_rows: int, num_panels: int, num_threads: int) -> tuple[int, i
     """Return the rows and the panels of a part, so that each thread can have several parts.
 
     Rows of a block are few only if panels are, because each part widens its panels anew. They are
-    whole tiles, unless these would exceed one pass over a panel. One thread has one part.
+    whole tiles of this file, unless these would exceed one pass over a panel. One thread has one
+    part.
     """
     if num_threads == 1:
         return max(1, num_rows), num_panels

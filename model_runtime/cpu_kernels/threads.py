@@ -10,6 +10,7 @@ stages. A barrier takes a microsecond if each thread has a core of its own. A th
 longer yields its core, because a thread that it waits for may need the core.
 """
 
+import _thread
 import os
 import threading
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.jit import described, jit
 from ropewalk.model_runtime.cpu_kernels.simd import address_of, pointer_to
 
 MOST_THREADS = 64  # started as they are needed
@@ -34,24 +35,27 @@ ABORT = 1 << 62  # written to the arrival count, it releases every barrier after
 _SPINS = 2000  # reads of a number before a thread yields its core
 _YIELDS = 500  # before it sleeps; about 0.2 ms, longer than the code between two calls takes
 
-# Fields of a thread's mailbox. Each line of 64 bytes has one writer. The caller's are first; a call
+# Fields of a thread's mailbox, in three lines of 64 bytes. The caller writes the first, and a call
 # adds one to the ticket.
 _TICKET, _FUNCTION, _BLOCK, _THREAD, _ARRIVED, _WAKE = range(6)
 _DONE, _STATUS = 8, 9  # the thread's: the last ticket, and what its function returned
 _SLEEPS = 16  # set by the thread, cleared by the caller that wakes it, or by the thread
-_BOX = 24
+_BYTE = 17  # that wakes the thread
+_BOX, _LINE = 24, 8
 
 _team = threading.Lock()
-_boxes = np.zeros(MOST_THREADS * _BOX, np.int64)
+_unaligned = np.zeros(MOST_THREADS * _BOX + _LINE, np.int64)
+_boxes = _unaligned[-_unaligned.ctypes.data % 64 // 8 :][: MOST_THREADS * _BOX]
 _num_started = 1  # the calling thread is the first, and has no mailbox
 
 
 def run_on_threads(kernel: Any, num_threads: int, *arguments: Any, arrived: Any = None) -> None:
     """Call `kernel(thread, *arguments)` with 0 to `num_threads` - 1 at the same time.
 
-    The calling thread is number 0. Only one call with several threads runs at a time. The kernels
-    may wait for each other at the barriers of `arrived` (`barrier_wait`). Raises MemoryError after
-    all threads have ended, if one had no memory. It is the only error of a kernel.
+    The calling thread is number 0. Only one call with several threads runs at a time. Kernels that
+    wait for each other (`barrier_wait`) are given the array of their barriers as `arrived`, too, so
+    that a failure releases them. Raises MemoryError after all threads have ended, if one failed,
+    and RuntimeError if a thread cannot be started.
     """
     run = _runner(kernel)
     arrived = np.zeros(1, np.int64) if arrived is None else arrived
@@ -62,7 +66,7 @@ def run_on_threads(kernel: Any, num_threads: int, *arguments: Any, arrived: Any 
             _start(num_threads)
             has_failed = run(_boxes, num_threads, arrived, arguments)
     if has_failed:
-        raise MemoryError("a kernel has no memory for its intermediate results")
+        raise MemoryError("a kernel failed, as a rule because there is no memory for its results")
 
 
 def run_shares(kernel: Any, shares: Sequence[tuple[int, int]], *arguments: Any) -> None:
@@ -122,13 +126,33 @@ def _by_items(kernel: Any) -> Any:
 def _start(num_threads: int) -> None:
     """Start the threads that are missing. They end with the process."""
     global _num_started  # noqa: PLW0603  # under the lock of teams
+    if num_threads > MOST_THREADS:
+        raise RuntimeError(f"a call has at most {MOST_THREADS} threads. Given: {num_threads}")
+    if _num_started < num_threads:  # compiled here, because a thread could not raise its error
+        serve: Any = _serve
+        serve.compile((types.int64[::1], types.int64, types.int32))
     while _num_started < num_threads:
         base = _num_started * _BOX
         sleeps, wakes = os.pipe()
         _boxes[base + _WAKE] = wakes
-        serve = (_boxes, base, np.int32(sleeps))
-        threading.Thread(target=_serve, args=serve, name="kernel", daemon=True).start()
-        _num_started += 1
+        _num_started += 1  # first, because an interrupt must not start a thread twice
+        try:
+            _thread.start_new_thread(_serve, (_boxes, base, np.int32(sleeps)))
+        except RuntimeError:
+            _num_started -= 1
+            os.close(sleeps)
+            os.close(wakes)
+            raise
+
+
+def _forget_threads() -> None:
+    """Start anew in a forked process, which has none of its parent's threads."""
+    global _num_started, _team
+    _num_started, _team = 1, threading.Lock()
+    _boxes.fill(0)
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
@@ -215,10 +239,11 @@ def _call(typingctx: Any, function: Any, block: Any, thread: Any) -> Any:  # noq
 
 
 def _prepared(kernel: Any) -> Any:
-    """Return an intrinsic that prepares calls of a kernel with the same arguments by any thread.
+    """Return an intrinsic that lets any thread call a kernel with the same arguments.
 
-    It stores the arguments in the caller's frame, and returns the addresses of a function for
-    `_call` and of these arguments. The function ends before the caller does.
+    It stores the arguments in the frame of the function that uses it, and returns the addresses of
+    a function for `_call` and of these arguments. They are valid as long as that frame, so it has
+    to wait for all threads before it returns.
     """
 
     def prepared(typingctx: Any, arguments: Any) -> Any:
@@ -245,7 +270,7 @@ def _prepared(kernel: Any) -> Any:
         return types.UniTuple(types.int64, 2)(arguments), code
 
     # A runner's code is kept under this name.
-    prepared.__name__ = f"{kernel.py_func.__module__}.{kernel.py_func.__qualname__}"
+    prepared.__name__ = described(kernel)
     return intrinsic(prepared)
 
 
@@ -281,8 +306,8 @@ def _sleep(boxes_F: Any, base: int, ticket: int, sleeps: Any) -> None:
     """Wait for a ticket without a core. The caller writes a byte if it has seen the flag."""
     _exchange(boxes_F, base + _SLEEPS, 1)
     if _look(boxes_F, base + _TICKET) < ticket or not _exchange(boxes_F, base + _SLEEPS, 0):
-        byte = np.empty(1, np.uint8)
-        while _read(sleeps, byte.ctypes.data, 1) != 1:  # a signal interrupts it
+        byte = boxes_F.ctypes.data + 8 * (base + _BYTE)  # a new array could fail
+        while _read(sleeps, byte, 1) != 1:  # a signal interrupts it
             pass
 
 

@@ -1,7 +1,11 @@
 """Calls of compiled kernels on several threads."""
 
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +60,11 @@ def doubled(num_threads: int, failing: int = -1) -> Any:
     return given
 
 
+def run_python(code: str) -> None:
+    """Run a program that has to end with code 0."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("num_threads", SIZES)
 def test_each_share_is_computed_once(num_threads: int) -> None:
     numbers = np.zeros(1000)
@@ -103,6 +112,70 @@ def test_a_call_has_no_more_threads_than_there_can_be(monkeypatch: pytest.Monkey
     numbers = np.zeros(1000)
     run_shares(add_to, even_shares(1000, 1, 100), numbers, (0.5, 4))
     assert np.all(numbers == 2)
+
+
+def test_more_threads_than_there_can_be_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"at most 64 threads\. Given: 65"):
+        doubled(MOST_THREADS + 1)
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_no_file() -> None:
+    """The next call starts it."""
+    run_python("""
+import _thread, os
+from tests.model_runtime.cpu_kernels.test_threads import doubled
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+start, before = _thread.start_new_thread, len(os.listdir("/dev/fd"))
+_thread.start_new_thread = refuse
+try:
+    doubled(3)
+except RuntimeError as error:
+    assert "start new thread" in str(error)
+else:
+    raise AssertionError
+assert len(os.listdir("/dev/fd")) == before
+_thread.start_new_thread = start
+assert doubled(3).tolist() == [4, 0, 2]
+""")
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    run_python("""
+import os
+from tests.model_runtime.cpu_kernels.test_threads import doubled
+before = doubled(3).tolist()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(doubled(3).tolist() != before)
+assert doubled(3).tolist() == before
+""")
+
+
+def test_a_kernel_that_changes_is_compiled_again(tmp_path: Path) -> None:
+    """A kernel outside the sources of the kernels is known by its own code and numbers."""
+    found = []
+    for number in (1, 2):
+        (tmp_path / "changing.py").write_text(f"""
+import numpy as np
+from ropewalk.model_runtime.cpu_kernels import threads
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.threads import run_on_threads, run_shares
+@jit()
+def put(out, begin, end):
+    out[begin:end] = {number}
+out = np.zeros(2, np.int64)
+run_shares(put, [(0, 1), (1, 2)], out)
+print(out.tolist())
+""")
+        variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+        done = subprocess.run(
+            [sys.executable, "changing.py"], cwd=tmp_path, env=variables,
+            check=True, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        found.append(done.stdout.strip())
+    assert found == ["[1, 1]", "[2, 2]"]
 
 
 def test_callers_on_several_threads_take_turns() -> None:

@@ -245,7 +245,7 @@ def _multiplier(
         begin = -weights.ctypes.data % _LINE_BYTES
         scales = np.empty(_INPUTS // 16 * PANEL, np.float32)
         offsets = np.empty(_INPUTS // 16 * PANEL, np.float32)
-        # Records of many rows do not fit the level-2 cache, and all panels of a part do.
+        # Records of more rows do not fit the level-2 cache. One thread's part has all rows.
         for top in range(0, num_all, _MOST_ROWS):
             num_rows = min(_MOST_ROWS, num_all - top)
             for panel in range(first_panel, end_panel):
