@@ -63,7 +63,7 @@ _BARRIERS = 1000
 
 
 class Rates(NamedTuple):
-    """What some threads of this processor do in a second, together."""
+    """The operations and bytes that some threads of this processor reach together in a second."""
 
     operations: float
     read_bytes: float
@@ -109,14 +109,17 @@ def sum_of(numbers: Any) -> Any:
     return reduce_add(add(add(first, second), add(third, fourth)))
 
 
-def seconds(work: Callable[[], object], least: float = 0.3) -> float:
+def seconds(work: Callable[[], object], least: float = 0.3, pause: float = 0.0) -> float:
     """Return the median time of a call of `work` in seconds, after a warm-up call.
 
-    At least five calls are measured, and their times add up to `least` seconds or more.
+    At least five calls are measured, and their times add up to `least` seconds or more. `pause`:
+    the seconds before a call.
     """
     work()
     times: list[float] = []
     while len(times) < 5 or sum(times) < least:
+        if pause:
+            time.sleep(pause)
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
@@ -226,20 +229,10 @@ def thread_rows() -> list[Row]:
     for size in _TEAMS:
         took = seconds(partial(run_on_threads, _do_nothing, size))
         rows.append(Row(f"a call on {size} threads", "", f"{1e6 * took:.0f} us", ""))
-    rows.append(Row("a call on 2 threads that sleep", "", f"{1e6 * _waking_seconds():.0f} us", ""))
+    took = seconds(partial(run_on_threads, _do_nothing, 2), least=0.003, pause=0.003)
+    rows.append(Row("a call on 2 threads that sleep", "", f"{1e6 * took:.0f} us", ""))
     took = seconds(_run_barriers) / _BARRIERS
     return [*rows, Row("a barrier of 2 threads", "", f"{1e6 * took:.2f} us", "")]
-
-
-def _waking_seconds() -> float:
-    """Return the median time of a call, each long after the one before."""
-    times = []
-    for _ in range(51):
-        time.sleep(0.003)
-        begin = time.perf_counter()
-        run_on_threads(_do_nothing, 2)
-        times.append(time.perf_counter() - begin)
-    return sorted(times)[len(times) // 2]
 
 
 def _run_barriers() -> None:

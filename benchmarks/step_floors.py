@@ -40,10 +40,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import CHUNK, PANEL
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    even_shares,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, run_shares
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
 from ropewalk.model_runtime.layers.packed_linear import products_of

@@ -29,11 +29,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     reduce_add,
     store,
 )
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    even_shares,
-    num_threads_for,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, num_threads_for, run_shares
 
 
 def as_numpy(numbers: Tensor) -> Any:

@@ -307,7 +307,7 @@ def _runner(
     multiplying: Multiplying, access: Access, mixture: Any = _nothing, advance: Any = _nothing
 ) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
-    _, _, rows_for, multiply, _ = multiplying
+    rows_for, multiply = multiplying.rows_for, multiplying.multiply
     attend, pages_of, write = access
     stages = _stages(mixture, advance)
 

@@ -35,11 +35,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    num_threads_for,
-    run_on_threads,
-    take_next,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_on_threads, take_next
 
 MOST_ROWS = 16  # of a product that oneDNN would compute more slowly
 BLOCK_ROWS = 256  # in one pass over a panel, so that their sums stay in the level-2 cache

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import cache
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,6 @@ def barrier_wait(arrived: Any, barrier: int, num_threads: int) -> int:
     return barrier + 1
 
 
-_numbers = count()
 _FUNCTION_TYPE = ir.FunctionType(ir.IntType(32), [ir.IntType(64), ir.IntType(64)])
 
 
@@ -254,7 +253,7 @@ def _prepared(kernel: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             made = kernel.inner.overloads[wanted.args]
             context.add_linking_libs([made.library])
-            name = context.mangler("threads_call", (), uid=next(_numbers))
+            name = builder.module.get_unique_name("call_of_a_thread")
             function = ir.Function(builder.module, _FUNCTION_TYPE, name)
             function.linkage = "internal"
             inside = ir.IRBuilder(function.append_basic_block())

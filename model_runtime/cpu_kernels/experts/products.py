@@ -25,11 +25,7 @@ from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, as_they_are
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    even_shares,
-    num_threads_for,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, num_threads_for, run_shares
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format

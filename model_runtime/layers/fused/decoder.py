@@ -30,11 +30,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    num_threads_for,
-    run_on_threads,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_on_threads, run_shares
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
 from ropewalk.model_runtime.layers.fused.mixtures import active_bytes, experts_product

@@ -25,11 +25,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.states.convolution import short_convolution
 from ropewalk.model_runtime.cpu_kernels.states.delta_rule import DeltaWeights, gated_delta
 from ropewalk.model_runtime.cpu_kernels.states.fused_step import advance, weight_fields
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    even_shares,
-    num_threads_for,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, num_threads_for, run_shares
 from ropewalk.model_runtime.layers.states.convolutions import taps_of
 from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts
 from ropewalk.model_runtime.state_shape import StateShape

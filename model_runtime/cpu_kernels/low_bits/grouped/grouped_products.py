@@ -57,10 +57,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     rows_adder,
     write_totals,
 )
-from ropewalk.model_runtime.cpu_kernels.threads import (
-    even_shares,
-    run_shares,
-)
+from ropewalk.model_runtime.cpu_kernels.threads import even_shares, run_shares
 
 _MOST_ROWS = 256  # whose sums are kept while a panel is read once
 _INPUTS = 256  # of a panel whose codes are at hand in the level-1 cache
