@@ -262,7 +262,6 @@ def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:
     options = DeploymentOptions(
         rope_scaling={"rope_type": "yarn", "factor": sizes.factor},
         rope_policy="grow",
-        answer_reserve_tokens=1,
     )
     return make_deployment("random", checkpoint.native, options)
 

@@ -7,7 +7,14 @@ is imported when it is first used, because settings need its words and not torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ropewalk.rope.errors import GROWING, POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
+from ropewalk.rope.errors import (
+    OTHER_POLICY_NAMES,
+    POLICIES,
+    POSITION_METHODS,
+    ROPE_TYPES,
+    SWITCHING,
+    Policy,
+)
 
 if TYPE_CHECKING:
     from ropewalk.rope.angles import (
@@ -74,12 +81,13 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ALL_LAYERS",
-    "GROWING",
     "MOST_RANGES",
     "NTK",
+    "OTHER_POLICY_NAMES",
     "POLICIES",
     "POSITION_METHODS",
     "ROPE_TYPES",
+    "SWITCHING",
     "Angles",
     "DualChunk",
     "DynamicNTK",

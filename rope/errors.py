@@ -4,6 +4,7 @@ ValueError
 `-- RopeConfigError    a rope setting cannot be used; names field, limit and value
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 
@@ -17,9 +18,11 @@ class RopeConfigError(ValueError):
 
 
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
+SWITCHING = ("longrope", "dynamic")  # their checkpoints change the table by length themselves
 POSITION_METHODS = ("native", "dual_chunk", "rerope", "self_extend", "string", "sinks")
 
-Policy = Literal["fixed", "pinned", "grow", "grow-exact", "by_position"]
+# What chooses a request's tier: the tokens that are there, or under `fixed` the operator.
+Policy = Literal["by_position", "grow", "grow-exact", "fixed"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-# Those under which a request's tier follows its length.
-GROWING: tuple[Policy, ...] = ("grow", "grow-exact", "by_position")
+# Release 0.1 chose the tier of `pinned` by max_tokens. Without that, it is `grow`.
+OTHER_POLICY_NAMES: Mapping[str, Policy] = {"pinned": "grow"}

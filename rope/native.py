@@ -5,7 +5,7 @@ Only this file handles the config's many forms (v4 and v5, flat and per layer ty
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk.rope.errors import RopeConfigError
@@ -74,7 +74,8 @@ _SCALED_LAYER_TYPE = "full_attention"
 _PROPORTIONAL = "proportional"
 # These fields of a checkpoint's block describe its model. The temperature by position is computed
 # by the model itself (Ministral 3), from the positions that a step gives it.
-_MODEL_FIELDS = ("max_position_embeddings", "llama_4_scaling_beta")
+_MODEL_FIELDS = ("max_position_embeddings", "llama_4_scaling_beta", "finetuned")
+_ROTARY_FIELDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,9 @@ class NativeRope:
     method: Method  # the checkpoint's own block on the layers a deployment scales
     partial_rotary_factor: float = 1.0  # rotated fraction of a head, on those layers
     chunked: TrainedDualChunk | None = None  # positions of training beyond L
+    # The block as a deployment may state it; None: the checkpoint carries no scaling.
+    block: Mapping[str, Any] | None = None
+    added_block: str | None = None  # why nobody trained with the block; None: the model was
 
     @property
     def scaled_layer_type(self) -> str:
@@ -111,6 +115,26 @@ class NativeRope:
     @property
     def carries_scaling(self) -> bool:
         return not isinstance(self.method.scaling, Unscaled)
+
+    @property
+    def reach(self) -> int:
+        """Return the tokens that the checkpoint's own table serves: L, or more if it was added."""
+        return max(self.native_len, round(self.method.factor * self.method.native_len))
+
+    @property
+    def trained(self) -> "NativeRope":
+        """Return the tables that the model was trained with, without a block that was added."""
+        return self if self.added_block is None else self.without_scaling()
+
+    def without_scaling(self) -> "NativeRope":
+        """Return the tables of training before the block, for a block that scales by length."""
+        scaled = replace(self.tables[self.scaled_layer_type], scaling=Unscaled())
+        return replace(
+            self,
+            tables={**self.tables, self.scaled_layer_type: scaled},
+            native_len=self.method.native_len,
+            method=Method(Unscaled(), self.method.native_len, 1.0),
+        )
 
 
 def native_rope(config: Mapping[str, Any]) -> NativeRope:
@@ -134,16 +158,53 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
         for name, method in methods.items()
     }
     scaled = ALL_LAYERS if ALL_LAYERS in methods else _SCALED_LAYER_TYPE
-    original = _original_len(blocks[scaled], config) or 0
-    native_len = max(max_len, round(methods[scaled].factor * original))
-    share = _rotated_share(blocks[scaled], config)
-    native = NativeRope(tables, native_len, methods[scaled], share, chunked)
+    method, own = methods[scaled], blocks[scaled]
+    original = _original_len(own, config) or 0
+    added = _why_added(own, method, max_len)
+    native_len = max(max_len, round(method.factor * original))
+    native = NativeRope(
+        tables,
+        native_len if added is None else method.native_len,
+        method,
+        _rotated_share(own, config),
+        chunked,
+        _stated_block(own, method),
+        added,
+    )
     if chunked is not None and native.carries_scaling:
         raise RopeConfigError(
             "dual_chunk_attention_config",
             f"is not supported beside a table that is scaled ({native.method.scaling.rope_type})",
         )
     return native
+
+
+def _why_added(block: Mapping[str, Any], method: Method, max_len: int) -> str | None:
+    """Return why a YaRN block was added after training; None if the model was trained with it.
+
+    Model cards tell users to add one. It then reaches beyond `max_position_embeddings`, where a
+    model that was trained with a block ends (DeepSeek, gpt-oss). The authors of YaRN leave
+    `max_position_embeddings` as it was, and write `finetuned` into the block. In other methods the
+    numbers tell nothing: Llama 3.2 was trained with a block that reaches twice as far.
+    """
+    if _scaling_type(block) != "yarn" or block.get("finetuned"):
+        return None
+    if method.factor * method.native_len <= max_len:
+        return None
+    return (
+        f"factor {method.factor:g} x {method.native_len} is more than max_position_embeddings "
+        f"({max_len})"
+    )
+
+
+def _stated_block(block: Mapping[str, Any], method: Method) -> dict[str, Any] | None:
+    """Return a checkpoint's scaling as a deployment may state it; None if there is none."""
+    if isinstance(method.scaling, Unscaled):
+        return None
+    of_model = (*_MODEL_FIELDS, *_ROTARY_FIELDS, "type")
+    stated = {field: value for field, value in block.items() if field not in of_model}
+    own = {"rope_type": _scaling_type(block), "factor": method.factor}
+    return {**stated, **own, "original_max_position_embeddings": method.native_len}
 
 
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
@@ -200,6 +261,9 @@ def _check_model_fields(block: Mapping[str, Any], max_len: int) -> None:
         raise RopeConfigError(
             "max_position_embeddings", f"is {max_len} beside the block, and {repeated!r} in it"
         )
+    finetuned = block.get("finetuned")
+    if finetuned is not None and not isinstance(finetuned, bool):
+        raise RopeConfigError("finetuned", f"must be true or false, got {finetuned!r}")
     beta = block.get("llama_4_scaling_beta")
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, int | float)):
         raise RopeConfigError("llama_4_scaling_beta", f"must be a number, got {beta!r}")

@@ -1,14 +1,14 @@
 """Tiers, and the choice of a request's tier, which is the main purpose of this server.
 
-A tier is a length ceiling and the table that serves up to it. A request's tier depends on the
-request and its policy alone, never on other requests.
+A tier is a length ceiling and the table that serves up to it. A request's tier depends on its
+tokens so far and its policy alone, never on max_tokens or on other requests.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.rope.errors import GROWING, Policy, RopeConfigError
+from ropewalk.rope.errors import RopeConfigError
 from ropewalk.rope.frequencies import Scaling
 from ropewalk.rope.from_config import Method
 from ropewalk.rope.native import NativeRope
@@ -98,23 +98,18 @@ def native_tier(native: NativeRope, ceiling: int) -> Tier:
 
 
 def choose_tier(
-    tiers: Sequence[Tier],
-    policy: Policy,
-    num_covered: int,
-    num_so_far: int,
-    at_least: float = 1.0,
+    tiers: Sequence[Tier], num_so_far: int, num_covered: int, at_least: float = 1.0
 ) -> Tier | None:
-    """Return the request's current tier, or None if no tier can ever hold the request.
+    """Return the tier of the tokens so far, or None if no tier can hold the finished request.
 
-    num_covered: positions the finished request will have rotated, prompt + max_tokens - 1.
-    num_so_far: tokens it has now; only the growing policies use it.
+    num_covered: positions the finished request will have rotated, prompt + max_tokens - 1. They
+    never choose the tier.
     at_least: the factor in the request, raised to the next tier.
     """
     if num_covered > longest(tiers):
         return None
-    needed = num_so_far if policy in GROWING else num_covered
     for tier in tiers:
-        if tier.ceiling >= needed and tier.factor >= at_least:
+        if tier.ceiling >= num_so_far and tier.factor >= at_least:
             return tier
     return None
 

@@ -220,6 +220,11 @@ class Metrics(Observer):
         self._cached_tokens = factory.counter(
             "ropewalk_prompt_tokens_cached", "Those of them that were found in the prefix cache."
         )
+        self._missed_tokens = factory.counter(
+            "ropewalk_prompt_tokens_under_other_tables",
+            "Prompt tokens that were computed, though the prefix cache had them: under the tables "
+            "of another method, policy or factor.",
+        )
         self._prefix_hits = factory.counter(
             "ropewalk_prefix_cache_hits", "Requests that began on pages of the prefix cache."
         )
@@ -310,6 +315,9 @@ class Metrics(Observer):
         self._cached_tokens.inc(num_cached_tokens)
         self._prefix_hits.inc(num_cached_tokens > 0)
         self._queue.observe(request.placement.deployment, len(request.prompt_ids), queue_seconds)
+
+    def missed(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
+        self._missed_tokens.inc(num_tokens)
 
     def preempted(self, request: Request) -> None:  # noqa: ARG002
         self._preemptions.inc()

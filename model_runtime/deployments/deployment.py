@@ -4,7 +4,6 @@ Several deployments share one set of weights and one cache. All tables of a depl
 when it is created, so clients cannot increase the number of tables and cache keys.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ropewalk.model_runtime.deployments.placement_errors import (
 )
 from ropewalk.model_runtime.deployments.position_tiers import asked_position_tiers
 from ropewalk.model_runtime.errors import RequestError
-from ropewalk.rope import POLICIES, Policy, Tier, choose_tier, longest
+from ropewalk.rope import OTHER_POLICY_NAMES, POLICIES, Policy, Tier, choose_tier, longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Placement:
 
     deployment: str
     tier: Tier  # the one it starts on, which covers the prompt
-    higher_tiers: tuple[Tier, ...]  # those a growing request may move to, ascending
+    higher_tiers: tuple[Tier, ...]  # those its answer may grow to, ascending
     policy: Policy
     requested_factor: float | None
     original_len: int  # the length that factors are multiples of
@@ -73,23 +72,6 @@ class _Way(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerReserve:
-    """The positions that a tier must leave to an answer without max_tokens."""
-
-    num_tokens: int  # at least these
-    has_share: bool  # whether a tier must also leave a share of what the next one would leave
-
-    def is_left(self, num_prompt_tokens: int, end: int, next_end: int) -> bool:
-        """Return whether a tier leaves enough. `end`, `next_end`: of the tier, and of the next."""
-        left = end - num_prompt_tokens
-        if left < self.num_tokens:
-            return False
-        # A short prompt stays on its tier, however far apart the tiers are.
-        is_short = num_prompt_tokens * 3 <= end * 2
-        return not self.has_share or is_short or left * 4 >= next_end - num_prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Deployment:
     """One served name. Made by `make_deployment` (its own file)."""
 
@@ -102,10 +84,10 @@ class Deployment:
     max_rope_factor: float
     max_len: int  # positions of the longest request on any tier; advertised as max_model_len
     overridable: bool  # whether requests may choose a policy
-    reserve: AnswerReserve  # for an answer without max_tokens
     is_cache_limited: bool = False  # whether max_len is what the KV cache holds
     # Position method -> ascending tiers that a request may name.
     positions: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
+    note: str | None = None  # what an operator should know about it
     # rope_type -> further tiers, which only a request that names a factor exactly may have.
     exact: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
 
@@ -163,20 +145,25 @@ class Deployment:
     def place_open(self, asked: RopeRequest, num_prompt_tokens: int) -> tuple[int, Placement]:
         """Return max_tokens and the placement of a request that leaves max_tokens out.
 
-        Its answer may run to the end of its tier: the smallest that leaves the answer its reserve,
-        or of a growing request the last one. Raises what `place` does; errors name no max_tokens.
+        Its answer may run to the longest context. Raises what `place` does; errors name no
+        max_tokens.
         """
         way = self._asked(asked)
-        max_tokens = self._open_max_tokens(way, num_prompt_tokens)
+        # The last token is never read back, so it needs no position.
+        max_tokens = max(1, self._end(way) - num_prompt_tokens + 1)
         return max_tokens, self._place(way, num_prompt_tokens, max_tokens, is_open=True)
 
     def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:
         """Return the tokens of the longest prompt that leaves room for an answer.
 
-        `max_tokens`: of the answer; None: its reserve. Raises RequestError as `place` does.
+        `max_tokens`: of the answer; None: an eighth of L. Raises RequestError as `place` does.
         """
-        wanted = self.reserve.num_tokens if max_tokens is None else max_tokens
-        return min(longest(self._asked(asked).tiers), self.max_len) - max(0, wanted - 1)
+        wanted = self.native_len // 8 if max_tokens is None else max_tokens
+        return self._end(self._asked(asked)) - max(0, wanted - 1)
+
+    def _end(self, way: _Way) -> int:
+        """Return the positions of the longest request of a way."""
+        return min(longest(way.tiers), self.max_len)
 
     def _place(
         self, way: _Way, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
@@ -185,7 +172,7 @@ class Deployment:
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
             raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
-        tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
+        tier = choose_tier(tiers, num_prompt_tokens, num_covered, at_least)
         if tier is None:
             if self.is_native_only(asked):
                 raise beyond_native(self, num_covered)
@@ -201,20 +188,6 @@ class Deployment:
         return Placement(
             self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact, lower
         )
-
-    def _open_max_tokens(self, way: _Way, num_prompt_tokens: int) -> int:
-        """Return max_tokens to the end of the tier, at least 1 even if the prompt does not fit."""
-        ends = [
-            min(tier.ceiling, self.max_len) for tier in way.tiers if tier.factor >= way.at_least
-        ]
-        end = ends[-1]
-        if way.policy == "pinned":
-            for tier_end, next_end in itertools.pairwise(ends):
-                if self.reserve.is_left(num_prompt_tokens, tier_end, next_end):
-                    end = tier_end
-                    break
-        # The last token is never read back, so it needs no position.
-        return max(1, end - num_prompt_tokens + 1)
 
     def _asked(self, asked: RopeRequest) -> _Way:
         """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
@@ -236,8 +209,9 @@ class Deployment:
         if asked.policy is None:
             return self.policy
         accepted = POLICIES if self.overridable else (self.policy,)
+        name = OTHER_POLICY_NAMES.get(asked.policy, asked.policy)
         for policy in accepted:
-            if asked.policy == policy:
+            if name == policy:
                 return policy
         raise RequestError(
             f"`rope.policy` must be {_one_of(accepted)}. Given: {asked.policy}",

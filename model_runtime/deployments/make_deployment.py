@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk.model_runtime.deployments.deployment import AnswerReserve, Deployment
+from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.position_tiers import (
     allowed_position_tiers,
     exact_tiers,
@@ -12,6 +12,7 @@ from ropewalk.model_runtime.deployments.position_tiers import (
 )
 from ropewalk.rope import (
     ROPE_TYPES,
+    SWITCHING,
     LongRope,
     Method,
     NativeRope,
@@ -28,6 +29,10 @@ from ropewalk.rope import (
 
 # For a checkpoint without scaling: no change up to L, and scaling above it.
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+# docs/long-context.md has the measurements behind it.
+DEFAULT_POLICY: Policy = "by_position"
+# Of checkpoints that switch by length themselves: their tables were trained for whole prompts.
+_SWITCHING_POLICY: Policy = "grow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,6 @@ class DeploymentOptions:
     # That a request may name exactly, beside those of the tiers.
     exact_rope_factors: Sequence[float] | None = None
     max_model_len: int | None = None  # tokens; at most the longest tier
-    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
     page_size: int = 1  # of the cache, which windows and chunks follow
 
 
@@ -62,9 +66,13 @@ def make_deployment(
 ) -> Deployment:
     """Build the deployment of a name. Raises RopeConfigError.
 
-    A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
-    which replaces its block as transformers would.
+    A block that was added to a checkpoint (`NativeRope.added_block`) scales by length. A checkpoint
+    that was trained with its block is served under it, or by length if `rope_policy` says so.
     """
+    note = None
+    if _scales_by_length(native, options):
+        note = _note(native, options)
+        native = native.without_scaling()
     block = _rope_scaling(native, options)
     method, policy, tiers = _choose(native, block, options)
     rope_type = method.scaling.rope_type
@@ -85,9 +93,30 @@ def make_deployment(
         _max_factor(name, options.max_rope_factor, own),
         max_len,
         overridable=not native.carries_scaling,
-        reserve=_answer_reserve(options.answer_reserve_tokens, native_len),
         positions=positions,
         exact=exact_tiers(options.exact_rope_factors, block, native, tiers),
+        note=note,
+    )
+
+
+def _scales_by_length(native: NativeRope, options: DeploymentOptions) -> bool:
+    """Return whether a deployment takes a checkpoint's block as a way to go beyond L."""
+    if native.block is None or native.method.scaling.rope_type in SWITCHING:
+        return False
+    return native.added_block is not None or options.rope_policy not in (None, "fixed")
+
+
+def _note(native: NativeRope, options: DeploymentOptions) -> str:
+    """Return what an operator should know about a block that scales by length."""
+    rope_type, length = native.method.scaling.rope_type, native.method.native_len
+    if native.added_block is not None:
+        return (
+            f"{rope_type} was added to the checkpoint, because {native.added_block}; so the "
+            f"trained length is {length} tokens"
+        )
+    return (
+        f"the checkpoint was trained with {rope_type}; under rope_policy {options.rope_policy} its "
+        f"first {length} tokens are served without it, which the model may not know"
     )
 
 
@@ -97,9 +126,8 @@ def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str
         return options.rope_scaling
     if native.chunked is not None:
         return native.chunked.rope_block()
-    if options.rope_tiers:
-        return {**DEFAULT_ROPE_SCALING, "factor": None}  # `rope_tiers` sets the factor
-    return DEFAULT_ROPE_SCALING
+    block = native.block or DEFAULT_ROPE_SCALING
+    return {**block, "factor": None} if options.rope_tiers else block  # `rope_tiers` sets it
 
 
 def _choose(
@@ -137,7 +165,9 @@ def _choose_by_positions(
                 "original_max_position_embeddings",
                 f"must be {native.native_len} beside positions; got {method.native_len}",
             )
-    return method, options.rope_policy or "pinned", {method.scaling.rope_type: placed}
+    is_trained = options.rope_scaling is None  # with dual chunk attention
+    policy = options.rope_policy or (_SWITCHING_POLICY if is_trained else DEFAULT_POLICY)
+    return method, policy, {method.scaling.rope_type: placed}
 
 
 def _choose_by_block(
@@ -147,9 +177,13 @@ def _choose_by_block(
     multiples = options.rope_tiers
     _check_override(block, native)
     method = _method(block, native, multiples)
-    policy = options.rope_policy or "pinned"
-    if native.carries_scaling:
-        _refuse_rescaling(native, policy)
+    policy = options.rope_policy or ("fixed" if native.carries_scaling else DEFAULT_POLICY)
+    if native.carries_scaling and policy != "fixed":
+        raise RopeConfigError(
+            "rope_policy",
+            f"must be fixed beside rope_scaling, because {native.method.scaling.rope_type} "
+            f"checkpoints switch by length themselves: leave rope_scaling out; got {policy}",
+        )
     if policy == "fixed" and multiples is not None:
         raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
     if native.carries_scaling:
@@ -165,15 +199,17 @@ def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
     _refuse_allowed_types(options.allowed_rope_types)
     method = native.method
     rope_type = method.scaling.rope_type
-    by_length = rope_type in ("longrope", "dynamic")
-    if by_length:
+    policy = options.rope_policy or ("fixed" if rope_type not in SWITCHING else _SWITCHING_POLICY)
+    if rope_type in SWITCHING:
         tiers = build_tiers(method, native, options.rope_tiers)
     else:
-        _refuse_rescaling(native, options.rope_policy or "fixed")
         if options.rope_tiers is not None:
-            raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
-        tiers = (native_tier(native, native.native_len),)
-    policy = options.rope_policy or ("pinned" if by_length else "fixed")
+            raise RopeConfigError(
+                "rope_tiers",
+                f"needs a rope_policy such as {DEFAULT_POLICY}: the checkpoint was trained with "
+                f"{rope_type}, and is served under its one table",
+            )
+        tiers = (native_tier(native, native.reach),)
     return (
         method,
         policy,
@@ -223,16 +259,6 @@ def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
         raise RopeConfigError(
             "original_max_position_embeddings",
             "must be stated to replace a block that the checkpoint was trained with",
-        )
-
-
-def _refuse_rescaling(native: NativeRope, policy: Policy) -> None:
-    """Raise for any policy but `fixed`, because trained-in scaling has one table."""
-    if policy != "fixed":
-        raise RopeConfigError(
-            "rope_policy",
-            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
-            f"and rescaling that by length is not supported yet; got {policy}",
         )
 
 
@@ -287,13 +313,6 @@ def _check_allowed_types(
             "allowed_rope_types",
             f"must contain {rope_type}, the method of the deployment {name}; got {given}",
         )
-
-
-def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> AnswerReserve:
-    """Return the answer reserve; a number of the operator is obeyed as it is."""
-    if answer_reserve_tokens is None:
-        return AnswerReserve(native_len // 8, has_share=True)
-    return AnswerReserve(answer_reserve_tokens, has_share=False)
 
 
 def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:

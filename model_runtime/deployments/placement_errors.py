@@ -88,18 +88,23 @@ def too_long(
 
 def _limit(deployment: "Deployment", tiers: Sequence[Tier]) -> str:
     """Return the limit on a request that may have some tiers, in words."""
-    factor = deployment.tiers[deployment.rope_type][-1].factor
+    own = deployment.tiers[deployment.rope_type]
+    factor, method = own[-1].factor, tiers[-1].profile.positions
     if longest(tiers) < deployment.max_len:
+        if method is not None:
+            return f"the reach of {method.method}"
         return f"the requested factor {tiers[-1].factor:g}"
     if deployment.is_cache_limited:
         return "what the KV cache holds"
-    if deployment.max_len < longest(deployment.tiers[deployment.rope_type]):
+    if deployment.max_len < longest(own) or method is not None:
         return "max_model_len"
     return "the trained length" if factor == 1 else f"the longest tier, of factor {factor:g}"
 
 
 def _remedy(deployment: "Deployment", num_covered: int, fits: float) -> str:
     """Return the sentence about the change with which a request would fit."""
+    if deployment.tiers[deployment.rope_type][-1].profile.positions is not None:
+        return "A larger max_model_len would fit it, as far as the position method reaches."
     covered = round(fits * deployment.original_len)
     factor = f"A rope factor of {fits:g} ({covered} tokens) would fit"
     if num_covered <= deployment.max_len:

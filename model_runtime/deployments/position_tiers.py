@@ -11,6 +11,7 @@ from typing import Any
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.rope import (
     POSITION_METHODS,
+    SWITCHING,
     NativeRope,
     PositionChoice,
     Profile,
@@ -158,7 +159,7 @@ def _check_table(block: Mapping[str, Any], native: NativeRope) -> None:
                 f"goes with the checkpoint's own table ({own}): leave rope_type out; got "
                 f"{rope_type}",
             )
-        if own in ("longrope", "dynamic"):
+        if own in SWITCHING:
             raise RopeConfigError(
                 "positions", f"is not served with {own} yet, whose table depends on the length"
             )
@@ -188,8 +189,7 @@ def _tiers(
             continue
         method = choice.at(end, trained)
         profile = Profile(scaling, trained if uses_logn else None, method)
-        # A request has the factor 1 at least, also where the longest context is shorter than L.
-        tiers.append(Tier(end, max(1.0, native.method.factor * end / trained), profile))
+        tiers.append(Tier(end, native.method.factor, profile))
     first = _native_tiers(native) if choice.when == "pinned" else ()
     return (*first, *tiers)
 

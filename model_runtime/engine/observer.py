@@ -17,6 +17,9 @@ class Observer:
     def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
         """Record the first start of a request, with its cached tokens and its queue time."""
 
+    def missed(self, request: Request, num_tokens: int) -> None:
+        """Record prompt tokens that the cache had at the start, under other tables only."""
+
     def preempted(self, request: Request) -> None:
         """Record that a request lost its pages to an earlier one, and waits again."""
 

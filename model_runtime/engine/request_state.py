@@ -189,6 +189,8 @@ class RequestStates:
             state.started = now
             sequence, waited = state.sequence, now - state.arrived
             self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
+            if sequence.num_under_others:
+                self._observer.missed(sequence.request, sequence.num_under_others)
 
     def note_token(self, state: RequestState, now: float) -> None:
         """Report that the request has a new token."""

@@ -8,6 +8,7 @@ equal keys hold equal keys and values. Another profile or another salt never giv
 import hashlib
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -69,6 +70,19 @@ def moved_key(previous: Key, profile: Profile, cache_salt: str, offset: int = 0)
 def next_key(previous: Key, token_ids: Sequence[int]) -> Key:
     """Return the key of a full page after the page (or root) with key `previous`."""
     return hashlib.sha256(previous + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
+
+
+def extend_text_keys(
+    keys: list[Key], token_ids: Sequence[int], num_pages: int, page_size: int, cache_salt: str
+) -> None:
+    """Append keys of further full pages by salt and tokens alone; the first one is the root's.
+
+    Pages with equal keys of this kind hold the same tokens, under any tables.
+    """
+    if not keys:
+        keys.append(hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest())
+    for at in range(len(keys) - 1, num_pages):
+        keys.append(next_key(keys[-1], token_ids[at * page_size : (at + 1) * page_size]))
 
 
 def extend_keys(
@@ -157,6 +171,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
+        self._text_of: dict[int, Key] = {}  # of pages that were published with it
+        self._num_with: Counter[Key] = Counter()  # pages by the key of their text
 
     def match(self, keys: Iterable[Key]) -> list[int]:
         """Return the pages of the longest known prefix of `keys`."""
@@ -213,11 +229,21 @@ class PrefixIndex:
     def page_of(self, key: Key) -> int | None:
         return self._page_of.get(key)
 
-    def publish(self, page: int, key: Key) -> None:
-        """Add a page under its key; no effect if another page already has the key."""
+    def has_text(self, text_key: Key) -> bool:
+        """Return whether a page holds the text of `extend_text_keys`, under any tables."""
+        return text_key in self._num_with
+
+    def publish(self, page: int, key: Key, text_key: Key | None = None) -> None:
+        """Add a page under its key; no effect if another page already has the key.
+
+        `text_key`: that of `extend_text_keys`, if it is known.
+        """
         if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            if text_key is not None:
+                self._text_of[page] = text_key
+                self._num_with[text_key] += 1
 
     def holds(self, page: int) -> bool:
         return page in self._key_of
@@ -225,10 +251,15 @@ class PrefixIndex:
     def forget(self, page: int) -> None:
         """Remove a page before its content changes."""
         del self._page_of[self._key_of.pop(page)]
+        text_key = self._text_of.pop(page, None)
+        if text_key is not None:
+            self._num_with[text_key] -= 1
+            if not self._num_with[text_key]:
+                del self._num_with[text_key]
 
     def clear(self) -> None:
-        self._page_of.clear()
-        self._key_of.clear()
+        for entries in (self._page_of, self._key_of, self._text_of, self._num_with):
+            entries.clear()
 
     def published(self) -> dict[Key, int]:
         """Return a copy of the index, for tests."""
@@ -237,3 +268,5 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Check that both directions agree. Raises AssertionError."""
         assert {page: key for key, page in self._page_of.items()} == self._key_of
+        assert self._text_of.keys() <= self._key_of.keys()
+        assert Counter(self._text_of.values()) == self._num_with

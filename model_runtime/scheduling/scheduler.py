@@ -28,7 +28,8 @@ def plan_decodes(step: StepBuilder) -> None:
         # An earlier sequence of this loop may have preempted this one.
         if not (sequence.is_running and sequence.is_decoding):
             continue
-        if sequence.is_growing and step.change_tier(sequence):
+        # Compared here, because a call for each sequence of each step is not free.
+        if len(sequence.token_ids) > sequence.tier.ceiling and step.change_tier(sequence):
             step.pages.release(sequence)
             step.pages.reuse_prefix(sequence)
             if not sequence.is_decoding:
@@ -54,8 +55,8 @@ def plan_following(plan: StepPlan, pages: SequencePages) -> StepPlan | None:
     for sequence in plan.chunks:
         if not sequence.is_running or _is_at_max_tokens(sequence):
             continue
-        if sequence.is_growing and _changes_tier(sequence):
-            return None
+        if len(sequence.token_ids) + 1 > sequence.tier.ceiling:
+            return None  # its next token changes its tier
         # The running plan computes one token, and this one the token after it.
         if not pages.allocate(sequence, sequence.num_computed + 2):
             return None
@@ -66,11 +67,6 @@ def plan_following(plan: StepPlan, pages: SequencePages) -> StepPlan | None:
 def _is_at_max_tokens(sequence: Sequence) -> bool:
     """Return whether the token that is being computed is the last one."""
     return sequence.num_generated + 1 >= sequence.request.sampling.max_tokens
-
-
-def _changes_tier(sequence: Sequence) -> bool:
-    num_tokens = len(sequence.token_ids) + 1
-    return sequence.request.placement.tier_covering(num_tokens) != sequence.tier
 
 
 class Scheduler:

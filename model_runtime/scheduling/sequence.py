@@ -9,10 +9,11 @@ from ropewalk.model_runtime.scheduling.held_state import HeldState
 from ropewalk.model_runtime.scheduling.prefix_cache import (
     Key,
     extend_keys,
+    extend_text_keys,
     first_page_read,
     num_sharable,
 )
-from ropewalk.rope import GROWING, Tier
+from ropewalk.rope import Tier
 
 # Pages of sequences that read their first and their last tokens only (the method `sinks`), and of
 # layers that read a window.
@@ -65,6 +66,7 @@ class Sequence:
     is_cacheable: bool = True  # False: it may have read bad pages, so it publishes no more
     num_scored: int = 0  # prompt tokens whose rows were delivered or not requested
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
+    num_under_others: int = 0  # further ones that the cache had then, under other tables only
     num_rescales: int = 0  # number of rotation table changes
     # By group, the page after the last one that was released as never read again.
     ends_dropped: dict[int, int] = field(default_factory=dict)
@@ -74,14 +76,13 @@ class Sequence:
     state: HeldState | None = None  # None: it does not run, or the model has no states
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
-    is_growing: bool = field(init=False)  # its tier follows its length
     _keys: list[Key] = field(default_factory=list)  # of its sharable full pages
+    _text_keys: list[Key] = field(default_factory=list)  # of its full pages, without their tables
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.num_prompt_tokens = len(self.request.prompt_ids)
         self.tier = self.request.placement.tier
-        self.is_growing = self.request.placement.policy in GROWING
         # A token's logprob comes from the row of the token before it.
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
@@ -158,6 +159,12 @@ class Sequence:
             cache_salt=self.request.cache_salt,
         )
         return self._keys[1 : num_pages + 1]
+
+    def text_keys(self, num_pages: int, page_size: int) -> list[Key]:
+        """Return the keys of its first full pages that do not depend on tables."""
+        salt = self.request.cache_salt
+        extend_text_keys(self._text_keys, self.token_ids, num_pages, page_size, salt)
+        return self._text_keys[1 : num_pages + 1]
 
     def forget_computed(self) -> list[int]:
         """Reset the computed state, and return the held pages so the pool can release them."""

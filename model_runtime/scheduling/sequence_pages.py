@@ -188,8 +188,23 @@ class SequencePages:
         sequence.num_computed = sequence.num_published * self.page_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
+            sequence.num_under_others = self._num_under_others(sequence, keys)
             if self.tier is not None:
                 self.tier.began(sequence, keys)
+
+    def _num_under_others(self, sequence: Sequence, keys: list[Key]) -> int:
+        """Return the tokens behind those it shares that the cache has under other tables only."""
+        if self._is_scored(sequence):
+            return 0
+        num_full = (len(sequence.token_ids) - 1) // self.page_size
+        num_pages = num_found = sequence.num_published
+        texts = sequence.text_keys(num_full, self.page_size)
+        while num_pages < num_full and self.index.has_text(texts[num_pages]):
+            is_own = num_pages < len(keys) and self.index.page_of(keys[num_pages]) is not None
+            if is_own:
+                break  # another reason than its tables, such as a window whose pages are gone
+            num_pages += 1
+        return (num_pages - num_found) * self.page_size
 
     def reusable_pages(self, keys: list[Key]) -> list[int]:
         """Return the cached pages that a sequence with these keys would start with."""
@@ -228,11 +243,15 @@ class SequencePages:
 
         A sequence whose prompt is scored reuses none, because cached positions have no logits.
         """
-        is_scored = sequence.request.sampling.prompt_logprobs is not None
-        if is_scored and sequence.num_scored < sequence.num_prompt_tokens:
+        if self._is_scored(sequence):
             return []
         length = min(len(sequence.token_ids) - 1, sequence.num_sharable)
         return sequence.page_keys(length // self.page_size, self.page_size)
+
+    def _is_scored(self, sequence: Sequence) -> bool:
+        """Return whether rows of the prompt are still to be scored."""
+        is_asked = sequence.request.sampling.prompt_logprobs is not None
+        return is_asked and sequence.num_scored < sequence.num_prompt_tokens
 
     def keys_in_flight(self, sequence: Sequence) -> list[Key]:
         """Return the keys of what a running sequence has yet to publish: full pages, or states."""
@@ -249,11 +268,12 @@ class SequencePages:
         if not sequence.is_cacheable or num_full <= sequence.num_published:
             return
         keys = sequence.page_keys(num_full, self.page_size)
+        texts = sequence.text_keys(num_full, self.page_size)
         for at in range(sequence.num_published, num_full):
             for group in range(self.num_groups):
                 page, key = sequence.pages[at * self.num_groups + group], group_key(keys[at], group)
                 if page != HOLE:
-                    self.index.publish(page, key)
+                    self.index.publish(page, key, None if group else texts[at])
                     if self.tier is not None:
                         self.tier.offer(key, at)
         sequence.num_published = num_full

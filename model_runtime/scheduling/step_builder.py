@@ -109,11 +109,11 @@ class StepBuilder:
         self.plan.preempted.append(sequence)
 
     def change_tier(self, sequence: Sequence) -> bool:
-        """Move a growing sequence to a higher tier if its known tokens exceed its tier.
+        """Move a sequence to a higher tier if its known tokens exceed its tier.
 
         Returns True if its computed keys and values are no longer valid for it.
         """
-        if not sequence.is_growing:
+        if len(sequence.token_ids) <= sequence.tier.ceiling:
             return False
         tier = sequence.request.placement.tier_covering(len(sequence.token_ids))
         if tier.profile == sequence.tier.profile:

@@ -60,7 +60,7 @@ class RopeField(Body):
         """Return it in the runtime's format."""
         # An answer reports the factor of its last tier. As the least factor of the next request, it
         # would take the lower tiers from its first positions.
-        is_echo = self.policy == "by_position" and self.rescaled is not None
+        is_echo = self.rescaled is not None and self.policy not in (None, "fixed")
         return RopeRequest(
             self.rope_type,
             self.requested_factor if is_echo and not self.exact else self.factor,

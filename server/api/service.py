@@ -314,7 +314,7 @@ class Reservation:
         # Placed first, so that a prompt which is too long is refused for its length.
         if max_tokens is None:
             max_tokens, placement = deployment.place_open(rope, len(prompt))
-            most = "the answer's room in its tier"
+            most = "the answer's room in the longest context"
         else:
             placement = deployment.place(rope, len(prompt), max_tokens)
         if (body.min_tokens or 0) > max_tokens:

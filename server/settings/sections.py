@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import NoDecode
 
-from ropewalk.rope import POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
+from ropewalk.rope import OTHER_POLICY_NAMES, POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
 from ropewalk.server.settings.fields import (
     Device,
     FromJson,
@@ -134,10 +134,10 @@ class DeploymentSettings(Section):
         'Default: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
         unit="JSON",
     )
-    rope_policy: Policy | None = setting(
+    rope_policy: Annotated[Policy, other_words(**OTHER_POLICY_NAMES)] | None = setting(
         None,
-        f"Policy that chooses a request's tier: {', '.join(POLICIES)}. Default: pinned, or fixed "
-        "for a checkpoint that carries scaling.",
+        f"Policy that chooses a request's tier: {', '.join(POLICIES)}. Default: by_position, or "
+        "that of the checkpoint's own scaling.",
         unit="name",
     )
     rope_tiers: Numbers | None = setting(
@@ -175,14 +175,6 @@ class DeploymentSettings(Section):
         None,
         "Longest context. Default: the longest tier, or the cache's size if that is smaller. "
         "The server refuses to start if this is larger than the cache.",
-        unit="tokens",
-        ge=1,
-    )
-    answer_reserve_tokens: int | None = setting(
-        None,
-        "Room for the answer to a chat request without max_tokens. Its tier covers the prompt"
-        " and this many tokens. Default: an eighth of the trained length, and a quarter of what "
-        "the next tier would leave.",
         unit="tokens",
         ge=1,
     )

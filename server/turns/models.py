@@ -54,7 +54,6 @@ class ScalingEntry(Body):
     allowed_positions: list[str] | None = Field(None, exclude_if=is_none)
     max_rope_factor: float
     aliases: list[str] | None = Field(None, exclude_if=is_none)  # other names of the deployment
-    answer_reserve_tokens: int  # of a chat answer without max_tokens
     kv_cache_dtype: str  # of the server's cache
     tool_format: str | None  # None: requests with tools are refused
     reasoning: str | None  # the marker that opens it; None: none is known
@@ -224,7 +223,6 @@ def model_router(service: Service) -> APIRouter:
                 allowed_positions=sorted(deployment.positions) or None,
                 max_rope_factor=deployment.max_rope_factor,
                 aliases=service.aliases_of(deployment.name) or None,
-                answer_reserve_tokens=deployment.reserve.num_tokens,
                 kv_cache_dtype=service.settings.kv_cache_dtype,
                 tool_format=None if formats.tools is None else formats.tools.name,
                 reasoning=None if formats.reasoning is None else formats.reasoning.open,

@@ -7,7 +7,7 @@ identically to the bit, so they are not measured twice.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,9 +15,10 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, Placement,
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.rope import Profile
 from ropewalk.server.corpus.haystack import Haystack, HaystackError, Query
 from ropewalk.studies.evaluation.plan import LengthPlan, Variant
-from ropewalk.studies.evaluation.texts import LengthWindow, Texts
+from ropewalk.studies.evaluation.texts import LengthSource, LengthText, LengthWindow, Texts
 from ropewalk.studies.harness.eval_run import EvalError, key_of
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.ruler.make import make_samples
@@ -59,22 +60,44 @@ class Task:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    of: LengthWindow | Query | Sample
+    of: LengthWindow | LengthText | Query | Sample
 
-    def score(self, outputs: Sequence[Output]) -> Score:
-        """Return the score. Raises EvalError if the engine answered with an error."""
+    def scores(self, outputs: Sequence[Output]) -> list[Score]:
+        """Return the scores; of a text those of its windows, end by end.
+
+        Raises EvalError if the engine answered with an error.
+        """
         if outputs[-1].finish_reason is FinishReason.ERROR:
             raise EvalError(f"a request failed in the engine: {outputs[-1].error}")
-        if isinstance(self.of, LengthWindow):
-            entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
-            nats = -math.fsum(each.logprob for each in entries)
-            return WindowScore(self.of.source, nats, len(entries), self.of.target_bytes)
-        text = "".join(each.text for each in outputs)
-        if isinstance(self.of, Sample):
-            share = metric_of(self.of.task)(text, self.of.draft.outputs)
-            return SampleScore(self.of.index, share, text)
-        form, is_right = self.of.needle.form.name, self.of.is_answered_by(text)
-        return QueryScore(form, self.of.depth, self.of.position, is_right, text)
+        if not isinstance(self.of, LengthText):
+            return [_score_of(self.of, outputs)]
+        text, first = self.of, self.of.first_target
+        entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
+        assert len(entries) == len(self.prompt_ids) - first
+        return [
+            WindowScore(
+                text.source,
+                -math.fsum(each.logprob for each in entries[begin - first : end - first]),
+                end - begin,
+                num_bytes,
+            )
+            for at in range(len(text.ends))
+            for begin, end, num_bytes in text.windows(at)
+        ]
+
+
+def _score_of(of: LengthWindow | Query | Sample, outputs: Sequence[Output]) -> Score:
+    """Return the score of an answer."""
+    if isinstance(of, LengthWindow):
+        entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
+        nats = -math.fsum(each.logprob for each in entries)
+        return WindowScore(of.source, nats, len(entries), of.target_bytes)
+    text = "".join(each.text for each in outputs)
+    if isinstance(of, Sample):
+        share = metric_of(of.task)(text, of.draft.outputs)
+        return SampleScore(of.index, share, text)
+    form, is_right = of.needle.form.name, of.is_answered_by(text)
+    return QueryScore(form, of.depth, of.position, is_right, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +108,20 @@ class LengthCell:
     context_len: int
     placement: Placement
     tasks: tuple[Task, ...]
+
+    def at_length(self, context_len: int, scores: Sequence[Score]) -> list[Score]:
+        """Return those of the cell's scores that belong to a length."""
+        texts = [task.of for task in self.tasks if isinstance(task.of, LengthText)]
+        if not texts:
+            return list(scores)
+        ends, counts = texts[0].ends, texts[0].num_windows
+        at = ends.index(context_len)
+        begin = sum(counts[:at])
+        return [
+            score
+            for first in range(0, len(scores), sum(counts))
+            for score in scores[first + begin : first + begin + counts[at]]
+        ]
 
     @property
     def size(self) -> int:
@@ -136,13 +173,20 @@ def make_grid(
     deployments: Mapping[Variant, Deployment],
     texts: Texts,
     windows: Sequence[LengthWindow],
+    sources: Sequence[LengthSource],
     haystacks: Sequence[Haystack],
     question_sets: Mapping[str, QuestionSet],
     tokenizer: Tokenizer,
 ) -> Grid:
-    """Build the grid, shortest lengths first for early results. Raises EvalError."""
+    """Build the grid, shortest lengths first for early results. Raises EvalError.
+
+    `windows` have the same targets at every length, and `sources` are texts that are read once.
+    """
     cells: dict[_At, LengthCell] = {}
     of_variant: dict[tuple[Variant, int], dict[str, _At]] = defaultdict(dict)
+    if sources:
+        place = partial(_place, plan, deployments)
+        _add_texts(cells, of_variant, plan, place, _readings(plan, texts, sources, tokenizer))
     samples_of = partial(
         make_samples,
         count=plan.num_samples,
@@ -166,8 +210,7 @@ def make_grid(
         for (kind, of_kind), variant in itertools.product(tasks.items(), plan.variants):
             if not of_kind:
                 continue
-            untouched = variant.policy is None and not plan.carries_scaling
-            placement = _place(deployments[variant], of_kind[0], untouched=untouched)
+            placement = _place(plan, deployments, variant, of_kind[0])
             at = (kind, context_len, tables_of(placement))
             cells.setdefault(at, LengthCell(kind, context_len, placement, of_kind))
             of_variant[variant, context_len][kind] = at
@@ -184,7 +227,8 @@ def measure(engine: Engine, cell: LengthCell, progress: Progress) -> list[Score]
             for at, task in enumerate(tasks)
         ]
         answers = engine.generate(requests)
-        scores += [task.score(outputs) for task, outputs in zip(tasks, answers, strict=True)]
+        for task, outputs in zip(tasks, answers, strict=True):
+            scores += task.scores(outputs)
         progress.advance(sum(len(task.prompt_ids) for task in tasks), cell.label)
     return scores
 
@@ -216,8 +260,74 @@ def _sample_task(sample: Sample) -> Task:
     )
 
 
-def _place(deployment: Deployment, task: Task, *, untouched: bool) -> Placement:
+def _add_texts(
+    cells: dict[_At, LengthCell],
+    of_variant: dict[tuple[Variant, int], dict[str, _At]],
+    plan: LengthPlan,
+    place: Callable[[Variant, Task], Placement],
+    tasks: Callable[[tuple[int, ...]], tuple[Task, ...]],
+) -> None:
+    """Add a cell for each table that texts are read under, from the longest length on.
+
+    A length is measured by a longer one's request if all its positions have the same tables there.
+    `tasks` makes those of lengths that are measured together.
+    """
+    served: dict[Placement, list[tuple[Variant, int]]] = {}
+    for context_len in sorted(plan.context_lens, reverse=True):
+        for variant in plan.variants:
+            placement = place(variant, tasks((context_len,))[0])
+            own = _path(placement, context_len)
+            longer = (each for each in served if _path(each, context_len) == own)
+            served.setdefault(next(longer, placement), []).append((variant, context_len))
+    for placement, measured in served.items():
+        ends = tuple(sorted({context_len for _, context_len in measured}))
+        at = (PERPLEXITY, ends[-1], tables_of(placement))
+        cells[at] = LengthCell(PERPLEXITY, ends[-1], placement, tasks(ends))
+        for variant, context_len in measured:
+            of_variant[variant, context_len][PERPLEXITY] = at
+
+
+def _readings(
+    plan: LengthPlan, texts: Texts, sources: Sequence[LengthSource], tokenizer: Tokenizer
+) -> Callable[[tuple[int, ...]], tuple[Task, ...]]:
+    """Return a maker of the requests, one a text, that measure several lengths."""
+    num_bytes = [
+        (*(0 for _ in texts.special_ids), *(len(tokenizer.token_bytes(each)) for each in ids))
+        for ids in (source.token_ids for source in sources)
+    ]
+
+    def tasks(ends: tuple[int, ...]) -> tuple[Task, ...]:
+        size, counts = ends[-1], tuple(plan.windows_at(each) for each in ends)
+        made = []
+        for source, of_tokens in zip(sources, num_bytes, strict=True):
+            of = LengthText(source.name, ends, counts, plan.target_tokens, of_tokens[:size])
+            prompt_ids = (*texts.special_ids, *source.token_ids)[:size]
+            sampling = SamplingParams(
+                max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=of.first_target
+            )
+            made.append(Task(prompt_ids, sampling, of))
+        return tuple(made)
+
+    return tasks
+
+
+def _path(placement: Placement, num_positions: int) -> list[tuple[int, Profile]]:
+    """Return the profiles of a prompt's first positions, each with its end."""
+    path: list[tuple[int, Profile]] = []
+    for tier in placement.prompt_tiers:
+        if path and path[-1][1] == tier.profile:
+            path.pop()
+        path.append((min(tier.ceiling, num_positions), tier.profile))
+        if tier.ceiling >= num_positions:
+            break
+    return path
+
+
+def _place(
+    plan: LengthPlan, deployments: Mapping[Variant, Deployment], variant: Variant, task: Task
+) -> Placement:
+    untouched = variant.policy is None and not plan.carries_scaling
     asked = RopeRequest(rope_type="default") if untouched else RopeRequest()
-    placement = deployment.place(asked, len(task.prompt_ids), task.sampling.max_tokens)
+    placement = deployments[variant].place(asked, len(task.prompt_ids), task.sampling.max_tokens)
     # The cell keeps only the deployment's table.
     return replace(placement, deployment="eval", requested_factor=None)

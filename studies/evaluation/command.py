@@ -25,7 +25,10 @@ from ropewalk.studies.ruler.qa import QA_FLAGS
 
 _OptionsT = TypeVar("_OptionsT", LengthOptions, CrossingOptions)
 _OF_RULER = ("tasks", "num_samples", "squad", "hotpotqa")
-_OF_LENGTHS = ("num_windows", "target_tokens", "num_queries", "forms", "depths", "suggest")
+_OF_LENGTHS = (
+    *("native_len", "num_windows", "prefixes", "target_tokens", "num_queries", "forms", "depths"),
+    "suggest",
+)
 
 
 class EvalGroup(click.Group):
@@ -114,7 +117,7 @@ def ruler(**flags: Any) -> None:
 def policies(**flags: Any) -> None:
     """Compare policies for sequences that become longer than a tier while they decode.
 
-    The policies are stale keys, grow, grow-exact and pinned. Stale keys stay as they were rotated
+    The policies are stale keys, grow, grow-exact and fixed. Stale keys stay as they were rotated
     when they were written, and serving has no such policy.
     """
     # Imported here, so that the other commands do not wait for the import of transformers.

@@ -1,10 +1,10 @@
 """The plan of `ropewalk eval`: lengths, methods, policies and counts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.rope import NativeRope, parse_positions
+from ropewalk.rope import OTHER_POLICY_NAMES, NativeRope, parse_positions
 from ropewalk.server.corpus.needles import FORMS, SENTENCE, Form
 from ropewalk.server.settings.sections import DeploymentEntry
 from ropewalk.studies.harness.eval_run import EvalError
@@ -37,8 +37,10 @@ PLACED: dict[str, dict[str, Any]] = {
     name: {"rope_type": "default", "positions": {"method": name}}
     for name in ("dual_chunk", "rerope", "self_extend", "string", "sinks")
 }
-POLICIES = ("fixed", "pinned", "by_position")
+POLICIES = ("fixed", "by_position", "grow")
+FITTING = ("by_position", "grow")  # their tables follow the length
 _MOST_TARGETS = 128  # of a window, the default max
+_WINDOWS_AT_AN_END = 8  # of a text that is read once, before each length
 _SHORTEST = 64  # tokens: needles, their question and some text
 
 
@@ -51,7 +53,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Return a label, for example `yarn pinned`."""
+        """Return a label, for example `yarn by_position`."""
         return self.method if self.policy is None else f"{self.method} {self.policy}"
 
 
@@ -72,13 +74,26 @@ class LengthOptions(EvalOptions):
         tuple(METHODS),
     )
     rope_policies: tuple[str, ...] = option(
-        "Policies: fixed (one factor, the longest length's), pinned (each length's own) and "
-        "by_position (each token's own). Default: the first two.",
-        Names(POLICIES),
+        "Policies: fixed (one factor, the longest length's), by_position (each token's own) and "
+        "grow (each length's own). Default: the first two.",
+        Names({**{each: each for each in POLICIES}, **OTHER_POLICY_NAMES}),
         POLICIES[:2],
+    )
+    native_len: int | None = option(
+        "The trained length, if it shall be less than the checkpoint's. Tiers begin there, and a "
+        "run of a model with a long context becomes affordable.",
+        COUNT,
     )
     num_windows: int = option(
         "Spans of text whose perplexity is measured, the same at every length. 0: none.", MANY, 6
+    )
+    prefixes: bool = option(
+        "Read so many texts from their beginnings, and measure the spans before each length. One "
+        "request a table then measures all lengths, and each length has spans of its own.",
+        default=False,
+        is_flag=True,
+        metavar=None,
+        show_default=False,
     )
     target_tokens: int | None = option(
         "Tokens of each span. Default: half of the shortest length, at most 128.", COUNT
@@ -138,7 +153,9 @@ class LengthPlan:
     forms: tuple[Form, ...]
     depths: tuple[float, ...]  # of needles, 0 to 1
     seed: int
-    suggested_lens: tuple[int, ...]  # the lengths to suggest a deployment for
+    is_native_len_stated: bool = False  # not the checkpoint's own
+    prefixes: bool = False  # whether a length's context is the beginning of the longest one's
+    suggested_lens: tuple[int, ...] = ()  # the lengths to suggest a deployment for
     tasks: tuple[str, ...] = ()
     num_samples: int = 0  # of each task
 
@@ -151,17 +168,16 @@ class LengthPlan:
     def factor(self) -> float:
         return max(1.0, self.longest / self.native_len)
 
-    @property
-    def multiples(self) -> tuple[float, ...]:
-        """Return tiers as multiples of L, one that ends at each length beyond L."""
-        beyond = [each / self.native_len for each in self.context_lens if each > self.native_len]
-        return (1.0, *beyond)
+    def windows_at(self, context_len: int) -> int:
+        """Return the number of windows before a length of a text that is read once."""
+        return max(1, min(_WINDOWS_AT_AN_END, context_len // 2 // self.target_tokens))
 
     def entry(self, variant: Variant) -> DeploymentEntry:
         """Return the deployment that serves a variant, as an entry of a configuration file.
 
         The untouched table is requested by name (`{"rope_type": "default"}`) from a deployment with
-        tiers that reach far enough. A checkpoint that carries scaling is served unchanged.
+        tiers that reach far enough. Tiers are those of a server with the factor longest / L. A
+        checkpoint that carries scaling is served unchanged.
         """
         if self.carries_scaling:
             return DeploymentEntry(name=variant.label)
@@ -169,14 +185,10 @@ class LengthPlan:
             return self._placed_entry(variant)
         block = METHODS["linear" if variant.policy is None else variant.method]
         scaling = {**block, "factor": self.factor}
-        if variant.policy == "fixed":
-            return DeploymentEntry(name=variant.label, rope_scaling=scaling, rope_policy="fixed")
-        return DeploymentEntry(
-            name=variant.label,
-            rope_scaling=scaling,
-            rope_policy=_served_policy(variant),
-            rope_tiers=self.multiples,
-        )
+        if self.is_native_len_stated:
+            scaling["original_max_position_embeddings"] = self.native_len
+        policy = "grow" if variant.policy is None else variant.policy
+        return DeploymentEntry(name=variant.label, rope_scaling=scaling, rope_policy=policy)
 
     def _placed_entry(self, variant: Variant) -> DeploymentEntry:
         """Return the deployment of a position method, whose reach is the longest context."""
@@ -188,14 +200,9 @@ class LengthPlan:
         return DeploymentEntry(
             name=variant.label,
             rope_scaling=scaling,
-            rope_policy=_served_policy(variant),
+            rope_policy="grow" if variant.policy == "fixed" else variant.policy,
             max_model_len=self.longest,
         )
-
-
-def _served_policy(variant: Variant) -> str:
-    """Return the policy of a deployment with tiers up to the longest context."""
-    return "by_position" if variant.policy == "by_position" else "pinned"
 
 
 def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
@@ -208,14 +215,15 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
             f"{', '.join(ESSAY_TASKS)} read texts"
         )
     _check_qa_paths(options)
+    native = _with_length(options, native)
     lens = _context_lens(options, native.native_len)
     _check_reach(options, native.native_len, lens[-1])
     if native.carries_scaling:
         if options.methods != (UNSCALED,):
             raise EvalError(
                 f"--methods must be {UNSCALED}: the checkpoint was trained with "
-                f"{native.method.scaling.rope_type}, and rescaling that by length is not supported "
-                f"yet; got {','.join(options.methods)}"
+                f"{native.method.scaling.rope_type}, and is measured under its own table; got "
+                f"{','.join(options.methods)}"
             )
         if lens[-1] > native.native_len:
             raise EvalError(
@@ -233,10 +241,30 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
         forms=options.forms,
         depths=options.depths,
         seed=options.seed,
+        is_native_len_stated=options.native_len is not None,
+        prefixes=options.prefixes and not options.tasks,
         suggested_lens=options.suggest,
         tasks=options.tasks,
         num_samples=options.num_samples if options.tasks else 0,
     )
+
+
+def _with_length(options: LengthOptions, native: NativeRope) -> NativeRope:
+    """Return the tables before an added block, with the stated length. Raises EvalError."""
+    native = native.trained
+    if options.native_len is None:
+        return native
+    if native.carries_scaling or not set(options.methods).isdisjoint(PLACED):
+        raise EvalError(
+            f"--native-len {options.native_len} needs a checkpoint without scaling, and methods "
+            f"without positions ({', '.join(PLACED)})"
+        )
+    if options.native_len > native.native_len:
+        raise EvalError(
+            f"--native-len must be <= what the checkpoint was trained for ({native.native_len}), "
+            f"got {options.native_len}"
+        )
+    return replace(native, native_len=options.native_len)
 
 
 def _check_qa_paths(options: LengthOptions) -> None:

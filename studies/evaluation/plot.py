@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ropewalk.studies.evaluation.plan import METHODS, PLACED, Variant
-from ropewalk.studies.evaluation.report import NUM_BINS, LengthReport, LengthRow
-from ropewalk.studies.harness.intervals import Estimate, exponential, mean
+from ropewalk.studies.evaluation.plan import FITTING, METHODS, PLACED, Variant
+from ropewalk.studies.evaluation.report import (
+    NUM_BINS,
+    LengthReport,
+    LengthRow,
+    added_cost,
+    targets_of,
+)
+from ropewalk.studies.harness.intervals import Estimate
 from ropewalk.studies.harness.plotting import new_figure, percent_axis, tidy
 from ropewalk.studies.ruler.score import metric_names
 
@@ -23,10 +29,10 @@ _COLOURS = (
     *("#882255", "#44AA99", "#999933", "#DDCC77"),
 )
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "h", "*", "p", "<")
-_STYLES = {None: ":", "fixed": "--", "pinned": "-", "by_position": "-."}
+_STYLES = {None: ":", "fixed": "--", "grow": "-.", "by_position": "-"}
 _COLUMNS = 4
 _APART = 0.06  # of a doubling, between the markers of two variants at one length
-_PINNED, _FIXED, _NONE = "#0072B2", "#E69F00", "#000000"  # of static.png
+_FITTING, _FIXED, _NONE = "#0072B2", "#E69F00", "#000000"  # of static.png
 _DARK = "#7a5200"  # of the fixed table's colour, for text
 _ROOM = 1.22  # above the highest of the two scaled lines, for the values that lie beyond
 
@@ -47,8 +53,7 @@ def plot(report: LengthReport, folder: Path) -> None:
     if first.windows:
         lines(
             "perplexity.png",
-            "perplexity against context length\n"
-            f"the same {first.target_tokens} target tokens at every length",
+            f"perplexity against context length\n{targets_of(report)}",
             "perplexity per token (log scale)",
             lambda row: row.perplexity,
         )
@@ -208,23 +213,23 @@ def plot_static(report: LengthReport, path: Path, heading: str) -> None:
     found = _compared(report)
     if found is None:
         return
-    none, fixed, pinned = (_values(report, each) for each in found)
+    none, fixed, fitting = (_values(report, each) for each in found)
     lens, name = report.plan.context_lens, found[1].method
     factor = report.of(found[1])[0].factor
-    numbers = {"context_lens": lens, "none": none, "fixed": fixed, "pinned": pinned}
+    numbers = {"context_lens": lens, "none": none, "fixed": fixed, "fitting": fitting}
     with new_figure(path, 9, 4.2, metadata={"Description": json.dumps(numbers)}) as figure:
         axes = figure.subplots()
-        top = _ROOM * max(*fixed, *pinned)
-        axes.set_ylim(0.9 * min(*none, *fixed, *pinned), top)
+        top = _ROOM * max(*fixed, *fitting)
+        axes.set_ylim(0.9 * min(*none, *fixed, *fitting), top)
         for values, colour, style, marker, label in (
             (none, _NONE, ":", "o", "no scaling"),
             (fixed, _FIXED, "--", "s", f"static {name}: factor {factor:g} for every request"),
             (
-                pinned,
-                _PINNED,
+                fitting,
+                _FITTING,
                 "-",
                 "D",
-                f"ropewalk: for each request the {name} table that fits it",
+                f"ropewalk: {name} by the length that is there",
             ),
         ):
             axes.plot(
@@ -235,21 +240,14 @@ def plot_static(report: LengthReport, path: Path, heading: str) -> None:
         within = sum(each <= report.plan.native_len for each in lens)
         if within:
             axes.fill_between(
-                lens[:within], pinned[:within], fixed[:within], color=_FIXED, alpha=0.15, lw=0
+                lens[:within], fitting[:within], fixed[:within], color=_FIXED, alpha=0.15, lw=0
             )
             longest = [report.of(each)[within - 1] for each in found]
-            _tell_cost(axes, longest[1], longest[2], (pinned[within - 1], fixed[within - 1]))
+            _tell_cost(axes, longest[1], longest[2], (fitting[within - 1], fixed[within - 1]))
         _tell_values_beyond(axes, lens, none, top)
         _finish(axes, report, "perplexity per token (lower is better)", is_above=False)
         axes.set_title(heading, fontsize="medium")
         figure.legend(loc="outside lower center", frameon=False, ncols=3)
-
-
-def added_cost(fixed: LengthRow, pinned: LengthRow) -> Estimate:
-    """Return the ratio of two perplexities over the same windows, compared window by window."""
-    pairs = zip(fixed.windows, pinned.windows, strict=True)
-    return exponential(mean([one.nats / one.target_tokens - two.nats / two.target_tokens
-                             for one, two in pairs]))  # fmt: skip
 
 
 def _compared(report: LengthReport) -> tuple[Variant, Variant, Variant] | None:
@@ -259,11 +257,12 @@ def _compared(report: LengthReport) -> tuple[Variant, Variant, Variant] | None:
     both = [
         (Variant(each.method, "fixed"), each)
         for each in variants
-        if each.policy == "pinned" and Variant(each.method, "fixed") in variants
+        if each.policy in FITTING and Variant(each.method, "fixed") in variants
     ]
     if not unscaled or not both:
         return None
-    return (unscaled[0], *min(both, key=lambda pair: _values(report, pair[1])[-1]))
+    fitting = [each for each in both if each[1].policy == both[0][1].policy]
+    return (unscaled[0], *min(fitting, key=lambda pair: _values(report, pair[1])[-1]))
 
 
 def _values(report: LengthReport, variant: Variant) -> list[float]:
@@ -272,10 +271,10 @@ def _values(report: LengthReport, variant: Variant) -> list[float]:
 
 
 def _tell_cost(
-    axes: "Axes", fixed: LengthRow, pinned: LengthRow, values: tuple[float, float]
+    axes: "Axes", fixed: LengthRow, fitting: LengthRow, values: tuple[float, float]
 ) -> None:
     """Write what the fixed table adds at the longest length within L, between both values."""
-    ratio = added_cost(fixed, pinned)
+    ratio = added_cost(fixed, fitting)
     spread = ""
     if ratio.low is not None and ratio.high is not None:
         spread = f" (95 %: {100 * (ratio.low - 1):.0f} to {100 * (ratio.high - 1):.0f})"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
-from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.evaluation.plan import UNSCALED, LengthPlan, Variant
 from ropewalk.studies.harness.eval_run import write_files
 from ropewalk.studies.harness.frame import Column, Form, aligned, csv_of, flat, make_rows, number
 from ropewalk.studies.harness.intervals import Estimate, exponential, mean, proportion
@@ -202,6 +202,41 @@ def write_report(report: LengthReport, folder: Path) -> None:
             write_files(inside, {f"{task}.jsonl": lines_of_task})
 
 
+def added_cost(row: LengthRow, base: LengthRow) -> Estimate:
+    """Return the ratio of two perplexities over the same windows, compared window by window."""
+    return exponential(
+        mean(
+            [
+                one.nats / one.target_tokens - two.nats / two.target_tokens
+                for one, two in zip(row.windows, base.windows, strict=True)
+            ]
+        )
+    )
+
+
+def targets_of(report: LengthReport) -> str:
+    """Describe the tokens whose perplexity was measured."""
+    first = report.rows[0]
+    if not report.plan.prefixes:
+        return f"the same {first.target_tokens} target tokens at every length"
+    last = report.of(first.variant)[-1]
+    return f"the last {first.target_tokens} to {last.target_tokens} tokens before each length"
+
+
+def _beside(report: LengthReport, policy: str | None, row: LengthRow) -> Estimate | None:
+    """Return the change of perplexity against a policy of the row's method, or no scaling (None).
+
+    None if that was not measured, or is the row itself.
+    """
+    base = Variant(row.variant.method if policy else UNSCALED, policy)
+    if row.variant == base or base not in report.plan.variants:
+        return None
+    (other,) = (each for each in report.of(base) if each.context_len == row.context_len)
+    ratio = added_cost(row, other)
+    low, high = (None if each is None else each - 1 for each in (ratio.low, ratio.high))
+    return Estimate(ratio.value - 1, low, high)
+
+
 def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return results.json."""
     plan = report.plan
@@ -219,6 +254,7 @@ def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[s
             "context_lens": plan.context_lens,
             "variants": [each.label for each in plan.variants],
             "windows": plan.num_windows,
+            **({"prefixes": True} if plan.prefixes else {}),
             "target_tokens": plan.target_tokens,
             "queries": plan.num_queries,
             "forms": [form.name for form in plan.forms],
@@ -288,9 +324,24 @@ def table(report: LengthReport) -> str:
             f"{len(first.windows)} windows of {plan.target_tokens} tokens, the same at every "
             f"length: {first.target_tokens} tokens, {first.target_bytes} bytes"
         )
+        if plan.prefixes:
+            most = len(report.of(first.variant)[-1].windows)
+            what = (
+                f"{len(first.windows)} to {most} windows of {plan.target_tokens} tokens before "
+                f"each length, of {plan.num_windows} texts"
+            )
         blocks += [
             block(f"perplexity per token ({what})", lambda row: row.perplexity, _plain),
             block("bits per byte (of the same)", lambda row: row.bits_per_byte, _plain),
+            *(
+                block(
+                    f"perplexity beside {name}, % (the same windows in pairs)",
+                    partial(_beside, report, policy),
+                    _change,
+                )
+                for policy, name in ((None, "no scaling"), ("grow", "the method's own grow"))
+                if policy in {each.policy for each in plan.variants} and len(plan.variants) > 1
+            ),
         ]
     if first.queries:
         what = f"right of {len(first.queries)} questions a length"
@@ -336,3 +387,7 @@ def _plain(value: float) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.0f}"
+
+
+def _change(value: float) -> str:
+    return f"{100 * value:+.0f}" if abs(value) >= 0.2 else f"{100 * value:+.2f}"

@@ -15,6 +15,7 @@ from ropewalk.studies.evaluation.subject import load_subject, native_of
 from ropewalk.studies.evaluation.texts import (
     Texts,
     choose_haystacks,
+    choose_texts,
     choose_windows,
     make_task_texts,
     make_texts,
@@ -47,7 +48,8 @@ def run_lengths(
         plan=plan,
         deployments=subject.deployments,
         texts=texts,
-        windows=choose_windows(texts, plan, subject.tokenizer),
+        windows=[] if plan.prefixes else choose_windows(texts, plan, subject.tokenizer),
+        sources=choose_texts(texts, plan) if plan.prefixes else [],
         haystacks=choose_haystacks(texts, plan, subject.tokenizer),
         question_sets=question_sets,
         tokenizer=subject.tokenizer,
@@ -83,11 +85,14 @@ def _rows(
     rows = []
     for variant, context_len in itertools.product(plan.variants, plan.context_lens):
         of_kind = grid.of_variant[variant, context_len]
-        factor = grid.cells[next(iter(of_kind.values()))].placement.tier.factor
+        placement = grid.cells[next(iter(of_kind.values()))].placement
+        factor = placement.tier_covering(context_len).factor
         answered = {
             task: _pair_up(grid.cells[of_kind[task]], scores[of_kind[task]]) for task in plan.tasks
         }
-        own = {kind: scores[at] for kind, at in of_kind.items()}
+        own = {
+            kind: grid.cells[at].at_length(context_len, scores[at]) for kind, at in of_kind.items()
+        }
         rows.append(LengthRow(variant, context_len, factor, own, answered))
     return tuple(rows)
 

@@ -101,11 +101,11 @@ def _is_worse(candidate: Candidate, best: Candidate) -> bool:
 
 
 def _effort(variant: Variant) -> tuple[int, bool]:
-    """Return a sort key: the untouched table, then pinned, then fixed; the log-n switch is last.
+    """Return a sort key: no scaling, by_position, grow, fixed; the log-n switch is last.
 
-    Pinned comes before fixed, because it leaves short requests unscaled.
+    Fixed comes after the others, because these leave short requests unscaled.
     """
-    policies = {None: 0, "pinned": 1, "by_position": 2, "fixed": 3}
+    policies = {None: 0, "by_position": 1, "grow": 2, "fixed": 3}
     is_plain = variant.method in METHODS and "use_logn_attn" not in METHODS[variant.method]
     return policies[variant.policy], not is_plain
 
@@ -124,8 +124,6 @@ def _block(plan: LengthPlan, variant: Variant, name: str, model: str | None) -> 
     ]
     if entry.max_model_len is not None:
         lines.append(f"    max_model_len: {entry.max_model_len}")
-    elif variant.policy in {"pinned", "by_position"}:
-        lines.append(f"    rope_tiers: {json.dumps(entry.rope_tiers)}")
     return lines
 
 

@@ -57,6 +57,30 @@ class LengthWindow:
         return (*special_ids, *self.token_ids[-num_text:])
 
 
+@dataclass(frozen=True, slots=True)
+class LengthText:
+    """A text that is read once, with windows before each of several lengths."""
+
+    source: str
+    ends: tuple[int, ...]  # lengths, ascending
+    num_windows: tuple[int, ...]  # before each end
+    target_tokens: int  # of each window
+    token_bytes: tuple[int, ...]  # bytes of each token
+
+    @property
+    def first_target(self) -> int:
+        return min(self._first(at) for at in range(len(self.ends)))
+
+    def windows(self, at: int) -> list[tuple[int, int, int]]:
+        """Return begin, end and bytes of the windows before the end with an index."""
+        size, last = self.target_tokens, self.ends[at]
+        spans = [(begin, begin + size) for begin in range(self._first(at), last, size)]
+        return [(begin, end, sum(self.token_bytes[begin:end])) for begin, end in spans]
+
+    def _first(self, at: int) -> int:
+        return self.ends[at] - self.num_windows[at] * self.target_tokens
+
+
 def read_documents(paths: Sequence[Path]) -> list[Document]:
     """Read UTF-8 files, and all UTF-8 files in folders; without paths, the held-out library.
 
@@ -128,6 +152,26 @@ def choose_windows(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list
         num_bytes = sum(len(tokenizer.token_bytes(each)) for each in ids[-size:])
         windows.append(LengthWindow(source.name, end, ids, num_bytes))
     return windows
+
+
+def choose_texts(texts: Texts, plan: LengthPlan) -> list[LengthSource]:
+    """Sample `num_windows` texts of the longest length by the seed, disjoint. Raises EvalError."""
+    size = plan.longest - len(texts.special_ids)
+    places = [
+        (source, begin)
+        for source in texts.sources
+        for begin in range(0, len(source.token_ids) - size + 1, size)
+    ]
+    if plan.num_windows > len(places):
+        raise EvalError(
+            f"--windows must be <= {len(places)}, so many texts of {plan.longest} tokens there "
+            f"are; got {plan.num_windows}"
+        )
+    rng = random.Random(plan.seed)  # noqa: S311  # a choice of text, no secret
+    return [
+        LengthSource(source.name, "", source.token_ids[begin : begin + size])
+        for source, begin in rng.sample(places, plan.num_windows)
+    ]
 
 
 def choose_haystacks(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[Haystack]:

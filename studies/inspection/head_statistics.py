@@ -97,7 +97,8 @@ class _Watch:
 
 def sequence_len(checkpoint: Checkpoint, at_most: int) -> int:
     """Return the tokens of a sequence that the checkpoint's native table serves."""
-    return min(at_most, build_tiers(checkpoint.native.method, checkpoint.native)[0].ceiling)
+    native = checkpoint.native.trained
+    return min(at_most, build_tiers(native.method, native)[0].ceiling)
 
 
 @torch.inference_mode()
@@ -109,7 +110,7 @@ def head_statistics(
     Every token has the same weight. The caller ensures that each sequence has 1 to `sequence_len`
     tokens and begins at position 0. Raises ModelError if queries or keys are not finite.
     """
-    native, device, plans = checkpoint.native, checkpoint.device, checkpoint.plans
+    native, device, plans = checkpoint.native.trained, checkpoint.device, checkpoint.plans
     longest = max(map(len, sequences))
     pages = range(-(-longest // _PAGE_SIZE))
     store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)

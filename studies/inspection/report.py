@@ -54,6 +54,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     outline = outline_of(settings)
     native = outline.native()
     deployments = plan_deployments(settings, native)
+    native = native.trained
     low_bits = planned_storage(outline, settings.weights, settings.activations, is_divided=False)
     costs = costs_of(
         outline,

@@ -6,7 +6,7 @@ reports their probabilities. The model generates only the answer to the question
 
 | policy | cached keys after a tier change |
 |---|---|
-| pinned | no tier change: the last tier's table is used from the start |
+| fixed | no tier change: the last tier's table is used from the start |
 | grow | read under the new table; hidden states of old |
 | grow-exact | computed again under the new table |
 | stale | as they were rotated when written (`stale_keys.py`), for comparison only |
@@ -35,12 +35,12 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.grammar import Constraint
-from ropewalk.rope import NativeRope, RopeConfigError
+from ropewalk.rope import NativeRope, RopeConfigError, choose_tier
 from ropewalk.studies.harness.eval_run import EvalError
 from ropewalk.studies.policies.stale_keys import StaleKeyRunner
 from ropewalk.studies.policies.windows import CrossingWindow, Shape
 
-CrossingPolicy = Literal["pinned", "grow", "grow-exact", "stale"]
+CrossingPolicy = Literal["fixed", "grow", "grow-exact", "stale"]
 CROSSING_POLICIES: tuple[CrossingPolicy, ...] = get_args(CrossingPolicy)
 
 
@@ -120,7 +120,8 @@ def crossing_deployment(
             native,
             DeploymentOptions(
                 rope_scaling=block,
-                rope_policy="grow" if policy == "stale" else policy,
+                # A request asks for the table of `fixed`, that of its own end.
+                rope_policy="grow-exact" if policy == "grow-exact" else "grow",
                 rope_tiers=[ceiling / shape.native_len for ceiling in ceilings],
             ),
         )
@@ -166,26 +167,37 @@ def run_windows(
     core = EngineCore(build_runner(checkpoint, config, profiles, make), config, Observer())
     recordings = [_Recording(window) for window in windows]
     for number, recording in enumerate(recordings):
-        core.add(_live(checkpoint, deployment, recording, number))
+        core.add(_live(checkpoint, deployment, policy, recording, number))
     while not core.is_idle:
         core.step()
-    return [_outcome(checkpoint, deployment, each) for each in recordings]
+    return [_outcome(checkpoint, deployment, policy, each) for each in recordings]
 
 
 def _live(
-    checkpoint: Checkpoint, deployment: Deployment, recording: _Recording, number: int
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    policy: CrossingPolicy,
+    recording: _Recording,
+    number: int,
 ) -> RequestState:
     window = recording.window
     max_tokens = len(window.forced_ids) + window.num_answer_tokens
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
-    placement = deployment.place(RopeRequest(), len(window.prompt_ids), max_tokens)
+    asked = RopeRequest()
+    if policy == "fixed":
+        last = choose_tier(deployment.own_tiers, window.num_tokens - 1, window.num_tokens - 1)
+        assert last is not None
+        asked = RopeRequest(policy="fixed", factor=last.factor)
+    placement = deployment.place(asked, len(window.prompt_ids), max_tokens)
     # Each window has its own salt, so that it does not share pages with another.
     request = Request(f"window-{number}", window.prompt_ids, params, placement, str(number))
     forced = ForcedTokens(window.forced_ids, checkpoint.vocab_size)
     return RequestState.of(request, checkpoint.tokenizer, frozenset(), recording.listen, forced)
 
 
-def _outcome(checkpoint: Checkpoint, deployment: Deployment, recording: _Recording) -> Outcome:
+def _outcome(
+    checkpoint: Checkpoint, deployment: Deployment, policy: CrossingPolicy, recording: _Recording
+) -> Outcome:
     window = recording.window
     if recording.error is not None:
         raise ModelError(f"the engine ended window {window.needle.key}: {recording.error}")
@@ -193,7 +205,7 @@ def _outcome(checkpoint: Checkpoint, deployment: Deployment, recording: _Recordi
     assert tuple(recording.token_ids[:num_forced]) == window.forced_ids
     # The last token is never read back, so it causes no tier change.
     passed = [each for each in deployment.own_tiers if each.ceiling < window.num_tokens - 1]
-    expected = 0 if deployment.policy == "pinned" else len(passed)
+    expected = 0 if policy == "fixed" else len(passed)
     assert recording.rescales[-1] == expected, "a crossing did not happen"
     answer = checkpoint.tokenizer.decode(recording.token_ids[num_forced:])
     gaps = [later - earlier for earlier, later in pairwise(recording.times_s)]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, distinct for colour-blind readers; markers are distinct in grey.
-_COLOURS = {"pinned": "#0072b2", "grow": "#009e73", "grow-exact": "#56b4e9", "stale": "#d55e00"}
-_MARKERS = {"pinned": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
+_COLOURS = {"fixed": "#0072b2", "grow": "#009e73", "grow-exact": "#56b4e9", "stale": "#d55e00"}
+_MARKERS = {"fixed": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
 _APART = 0.12  # of one tier change, so that markers of equal height are all visible
 _LABELS = (
     "perplexity after the\nlast crossing (log scale)",

@@ -15,11 +15,11 @@ from ropewalk.studies.harness.intervals import Estimate, bootstrap, exponential,
 from ropewalk.studies.policies.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 from ropewalk.studies.policies.options import CrossingOptions
 
-# Each policy against `pinned`, and the two policies that compute nothing at a tier change.
+# Each policy against `fixed`, and the two policies that compute nothing at a tier change.
 COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
-    ("grow", "pinned"),
-    ("grow-exact", "pinned"),
-    ("stale", "pinned"),
+    ("grow", "fixed"),
+    ("grow-exact", "fixed"),
+    ("stale", "fixed"),
     ("stale", "grow"),
 )
 _SETTINGS = (

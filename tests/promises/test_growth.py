@@ -17,7 +17,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.penalties import SeenTokens
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample
-from ropewalk.rope import Policy, Yarn
+from ropewalk.rope import POLICIES, Policy, Yarn
 from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
 from tests.doubles.engines import (
     EngineFactory,
@@ -85,19 +85,19 @@ def test_grow_on_one_layer_equals_a_full_forward_under_the_current_table(
             assert logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
 
 
-def test_grow_exact_equals_a_pinned_request_after_each_crossing(
+def test_grow_exact_equals_a_fixed_request_after_each_crossing(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The pinned request's prompt is the prompt and all tokens so far; the bits are equal."""
+    """The fixed request's prompt is the prompt and all tokens so far; the bits are equal."""
     result = grown(engines, llama_checkpoint, "grow-exact", temperature=0.8, seed=5)
     assert result.num_rescales == 2
     tokens = [*PROMPT, *result.token_ids]
-    pinned = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
     # The first token that is chosen from a tier, and the last.
     for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
         prompt = tokens[:first]
         follow_up = request(
-            pinned,
+            deployment,
             prompt,
             RopeRequest(factor=factor, policy="fixed"),
             max_tokens=last - first + 1,
@@ -112,7 +112,7 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(
     tokens = [*PROMPT, *greedy.token_ids]
     for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
         follow_up = request(
-            pinned,
+            deployment,
             tokens[:first],
             RopeRequest(factor=factor, policy="fixed"),
             max_tokens=last - first + 1,
@@ -126,7 +126,7 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(
 def test_the_seed_and_penalties_go_on_after_a_crossing(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Each token equals a draw from the logits of a pinned request over the tokens so far."""
+    """Each token equals a draw from the logits of a fixed request over the tokens so far."""
     params = SamplingParams(
         temperature=0.9,
         seed=11,
@@ -139,13 +139,13 @@ def test_the_seed_and_penalties_go_on_after_a_crossing(
     whole = grown(engines, llama_checkpoint, "grow-exact", **options)
     assert whole.num_rescales == 2
     tokens = [*PROMPT, *whole.token_ids]
-    pinned = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
     engine = engines.over(llama_checkpoint)
     last_rows: list[torch.Tensor] = []
     RunnerSpy(engine, lambda _, logits_RV: last_rows.extend(logits_RV[-1:].clone()))
     for at in (50, 63, 64, 65, 66, 90, 128, 129, 130, 199):
         rope = RopeRequest(factor=tier_of(at), policy="fixed")
-        answer(engine, request(pinned, tokens[:at], rope, max_tokens=1))
+        answer(engine, request(deployment, tokens[:at], rope, max_tokens=1))
         generated = tokens[len(PROMPT) : at]
         row = SamplingRow(params, len(generated), frozenset(), SeenTokens(PROMPT, generated))
         assert sample(last_rows[-1][None], [row]) == [tokens[at]], at
@@ -217,10 +217,10 @@ def test_a_prompt_by_position_has_the_bits_of_tokens_that_grow_decoded(
 def test_pages_by_position_serve_prompts_of_every_tier(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Under `pinned`, a prompt of another tier is computed whole."""
+    """Under `grow`, a prompt of another tier is computed whole."""
     text = (PROMPT * 5)[:240]
     found = []
-    for policy in ("by_position", "pinned"):
+    for policy in ("by_position", "grow"):
         deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy=policy)
         engine = engines.over(llama_checkpoint, page_size=16)
         for length in (60, 120, 230, 100):
@@ -238,13 +238,13 @@ def test_crossings_happen_at_any_step_for_some_and_not_for_others(
 ) -> None:
     """One batch holds all policies at different lengths; each request answers as alone."""
     checkpoint = tiny_checkpoint("qwen2")
-    policies: list[Policy] = ["grow", "grow-exact", "by_position", "pinned", "fixed"]
+    policies: list[Policy] = list(POLICIES)
     deployments: list[Deployment] = [
         deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy) for policy in policies
     ]
     requests = [
         request(
-            deployments[index % 5],
+            deployments[index % len(policies)],
             PROMPT[index:] + [index + 1] * (5 * index),
             max_tokens=90 + 5 * index,
             logprobs=1,
@@ -262,11 +262,12 @@ def test_crossings_happen_at_any_step_for_some_and_not_for_others(
 def test_a_prompt_is_computed_under_the_tier_that_covers_it(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """No chunk uses the tier of its own length, so grow equals pinned up to a crossing."""
+    """No chunk uses the tier of its own length, so grow equals one table up to a crossing."""
     prompt = (PROMPT * 3)[:100]
     results = []
-    for policy in ("grow", "grow-exact", "pinned"):
-        deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy=policy)
+    for policy in ("grow", "grow-exact", "fixed"):
+        scaling = YARN if policy != "fixed" else {**YARN, "factor": 2.0}
+        deployment = deployment_of(llama_checkpoint, rope_scaling=scaling, rope_policy=policy)
         engine = engines.over(llama_checkpoint, max_num_batched_tokens=32)
         results.append(answer(engine, request(deployment, prompt, max_tokens=20, logprobs=2))[0])
     assert results[0] == results[1] == results[2]

@@ -19,6 +19,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
+from ropewalk.rope import POLICIES
 from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 from tests.doubles.engines import (
     EngineFactory,
@@ -62,7 +63,7 @@ CASES = st.builds(
     Case,
     seed=st.integers(0, 2**32),
     kind=st.sampled_from(sorted(KINDS)),
-    policy=st.sampled_from(["pinned", "grow", "grow-exact", "by_position"]),
+    policy=st.sampled_from(POLICIES),
     positions=st.sampled_from([None, None, "rerope", "sinks"]),
     chunk=st.sampled_from([4, 7, 33, 64, 300]),
     num_pages=st.sampled_from([11, 128]),

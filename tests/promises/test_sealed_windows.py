@@ -19,6 +19,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
+from ropewalk.rope import POLICIES
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import (
     EngineFactory,
@@ -88,7 +89,7 @@ CASES = st.builds(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(sampled(NAMES, fixed=2, drawn=1)),
     kind=st.sampled_from(sorted(BITS)),
-    policy=st.sampled_from(["pinned", "grow", "grow-exact", "by_position"]),
+    policy=st.sampled_from(POLICIES),
     has_sinks=st.booleans(),
     chunk=st.sampled_from([4, 7, 33, 64, 300]),
     num_pages=st.sampled_from([18, 128]),

@@ -69,14 +69,14 @@ def with_block(model: PreTrainedModel, block: dict[str, Any], max_len: int) -> P
 def compare(
     engines: EngineFactory, checkpoint: Checkpoint, untouched: PreTrainedModel, method: str
 ) -> None:
-    """Compare an echoed prompt of exactly 4 L under `pinned` with the static reference."""
+    """Compare an echoed prompt of exactly 4 L under `grow` with the static reference."""
     native_len = checkpoint.native.native_len
     rotary = checkpoint.native.rotary
     block = blocks(native_len, rotary.num_pairs)[method]
     generator = torch.Generator().manual_seed(11)
     prompt = torch.randint(checkpoint.vocab_size, (4 * native_len,), generator=generator).tolist()
     engine = engines.over(checkpoint, max_model_len=4 * native_len)
-    deployment = deployment_of(checkpoint, rope_scaling=block)
+    deployment = deployment_of(checkpoint, rope_scaling=block, rope_policy="grow")
     result = answer(engine, request(deployment, prompt, max_tokens=0, prompt_logprobs=0))[0]
 
     # transformers' dynamic reads the trained length from max_position_embeddings.
@@ -98,7 +98,7 @@ METHODS = list(blocks(64, 8))
 def test_four_native_lengths_on_the_embedded_model(
     embedded: Checkpoint, engines: EngineFactory, method: str
 ) -> None:
-    """A pinned request equals transformers under the static table of that factor."""
+    """A prompt under one table equals transformers under the static table of that factor."""
     untouched = AutoModelForCausalLM.from_pretrained(
         EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager"
     )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
+from ropewalk.rope import POLICIES
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import (
     EngineFactory,
@@ -74,7 +75,7 @@ CASES = st.builds(
     Case,
     seed=st.integers(0, 2**32),
     name=st.sampled_from([*sampled(NAMES, fixed=2, drawn=1), "qwen2"]),
-    policy=st.sampled_from(["pinned", "grow", "grow-exact", "by_position"]),
+    policy=st.sampled_from(POLICIES),
     has_sinks=st.booleans(),
     chunk=st.sampled_from([4, 7, 16, 33, 300]),
     num_pages=st.sampled_from([34, 512]),

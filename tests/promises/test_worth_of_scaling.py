@@ -10,15 +10,15 @@ from tests.servers.processes import run_here
 pytestmark = pytest.mark.costly(by="file")
 
 NATIVE = 256
-NONE, PINNED = "none", "yarn"
+NONE, SCALED = "none", "yarn"
 Rows = dict[tuple[str, int], dict[str, str]]
 
 
 def evaluated(folder: Path, *context_lens: int, **counts: int) -> Rows:
     """The embedded model by method and length, as `ropewalk eval` measures it."""
     ended = run_here(
-        *("eval", "--output", str(folder), "--methods", f"{NONE},{PINNED}"),
-        *("--rope-policies", "pinned", "--context-lens", ",".join(map(str, context_lens))),
+        *("eval", "--output", str(folder), "--methods", f"{NONE},{SCALED}"),
+        *("--rope-policies", "by_position", "--context-lens", ",".join(map(str, context_lens))),
         *(word for name, count in counts.items() for word in (f"--{name}", str(count))),
     )
     assert ended.returncode == 0, ended.stderr
@@ -46,20 +46,20 @@ def test_long_contexts_collapse_without_scaling_and_live_with_it(texts: Rows) ->
     With scaling, perplexity at 4 L stays within 15 % of its value at L.
     """
     perplexity = {key: float(row["perplexity"]) for key, row in texts.items()}
-    assert perplexity[NONE, 4 * NATIVE] > 1.5 * perplexity[PINNED, 4 * NATIVE]
-    assert perplexity[NONE, 8 * NATIVE] > 4 * perplexity[PINNED, 8 * NATIVE]
-    assert perplexity[PINNED, 4 * NATIVE] < 1.15 * perplexity[PINNED, NATIVE]
+    assert perplexity[NONE, 4 * NATIVE] > 1.5 * perplexity[SCALED, 4 * NATIVE]
+    assert perplexity[NONE, 8 * NATIVE] > 4 * perplexity[SCALED, 8 * NATIVE]
+    assert perplexity[SCALED, 4 * NATIVE] < 1.15 * perplexity[SCALED, NATIVE]
 
 
 def test_short_contexts_pay_nothing(texts: Rows, needles: Rows) -> None:
-    """At L and below, a pinned deployment uses the untouched table."""
+    """At L and below, the default policy uses the untouched table."""
     for length in (NATIVE // 2, NATIVE):
-        without, scaled = (float(texts[each, length]["perplexity"]) for each in (NONE, PINNED))
+        without, scaled = (float(texts[each, length]["perplexity"]) for each in (NONE, SCALED))
         assert scaled == pytest.approx(without, rel=1e-3)
-        assert needles[PINNED, length]["retrieval"] == needles[NONE, length]["retrieval"] != ""
+        assert needles[SCALED, length]["retrieval"] == needles[NONE, length]["retrieval"] != ""
 
 
 def test_a_needle_far_back_is_found_only_with_scaling(needles: Rows) -> None:
     """Retrieval at 4 L is at least 80 % with scaling and at most 10 % without."""
-    assert float(needles[PINNED, 4 * NATIVE]["retrieval"]) >= 0.8
+    assert float(needles[SCALED, 4 * NATIVE]["retrieval"]) >= 0.8
     assert float(needles[NONE, 4 * NATIVE]["retrieval"]) <= 0.1

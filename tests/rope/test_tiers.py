@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.rope import (
-    POLICIES,
     DynamicNTK,
     Linear,
     LongRope,
-    Policy,
     Profile,
     RopeConfigError,
     Tier,
@@ -90,41 +88,32 @@ def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "covered", "so_far", "at_least", "ceiling"),
+    ("so_far", "covered", "at_least", "ceiling"),
     [
-        ("pinned", 256, 10, 1.0, 256),
-        ("pinned", 257, 10, 1.0, 512),
-        ("pinned", 1024, 10, 1.0, 1024),
-        ("pinned", 1025, 10, 1.0, None),
-        ("pinned", 10, 10, 2.5, 1024),
-        ("grow", 1024, 10, 1.0, 256),
-        ("grow-exact", 1024, 257, 1.0, 512),
-        ("by_position", 1024, 257, 1.0, 512),
-        ("grow", 1025, 10, 1.0, None),
+        (256, 256, 1.0, 256),
+        (257, 257, 1.0, 512),
+        (10, 1024, 1.0, 256),
+        (257, 1024, 1.0, 512),
+        (10, 1025, 1.0, None),
+        (10, 10, 2.5, 1024),
     ],
 )
-def test_choice(
-    policy: Policy, covered: int, so_far: int, at_least: float, ceiling: int | None
-) -> None:
-    """The choice is the smallest tier that covers the length which the policy uses."""
+def test_choice(so_far: int, covered: int, at_least: float, ceiling: int | None) -> None:
+    """The choice is the smallest tier that covers the tokens so far, whatever is to come."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 4.0})
-    tier = choose_tier(tiers, policy, covered, so_far, at_least)
+    tier = choose_tier(tiers, so_far, covered, at_least)
     assert (tier.ceiling if tier else None) == ceiling
 
 
 @given(
     covered=st.integers(1, 5000),
     so_far=st.integers(1, 5000),
-    policy=st.sampled_from(POLICIES),
     at_least=st.floats(1, 9),
 )
-def test_a_chosen_tier_always_covers(
-    covered: int, so_far: int, policy: Policy, at_least: float
-) -> None:
+def test_a_chosen_tier_always_covers(covered: int, so_far: int, at_least: float) -> None:
     """No tier smaller than the chosen one covers the length."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 8.0})
     so_far = min(so_far, covered)
-    tier = choose_tier(tiers, policy, covered, so_far, at_least)
-    needed = covered if policy in ("pinned", "fixed") else so_far
-    fitting = [each for each in tiers if each.ceiling >= needed and each.factor >= at_least]
+    tier = choose_tier(tiers, so_far, covered, at_least)
+    fitting = [each for each in tiers if each.ceiling >= so_far and each.factor >= at_least]
     assert tier == (fitting[0] if fitting and covered <= 2048 else None)

@@ -35,15 +35,22 @@ class MemoryProfile:
 
 
 def sized(
-    config: EngineConfig, token_bytes: int, affordable_bytes: int, kv_cache_gib: float | None = None
+    config: EngineConfig,
+    token_bytes: int,
+    affordable_bytes: int,
+    kv_cache_gib: float | None = None,
+    sequence_pages: int | None = None,
 ) -> EngineConfig:
     """Return `config` with kv_cache_tokens from a size in GiB, or from `affordable_bytes`.
 
-    Without a size, the cache is at most max_num_seqs sequences of max_model_len.
+    Without a size, the cache is at most max_num_seqs times `sequence_pages`, the most pages that a
+    sequence holds; None: those of max_model_len.
     """
     if kv_cache_gib is not None:
         return replace(config, kv_cache_tokens=int(kv_cache_gib * 2**30) // token_bytes)
-    num_pages = config.max_num_seqs * config.num_held_pages(config.max_model_len)
+    if sequence_pages is None:
+        sequence_pages = config.num_held_pages(config.max_model_len)
+    num_pages = config.max_num_seqs * sequence_pages
     most = -(-num_pages // config.num_groups) * config.page_size
     return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 

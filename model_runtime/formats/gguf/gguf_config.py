@@ -138,6 +138,8 @@ def _yarn(fields: Fields, factor: float, max_len: int) -> dict[str, Any]:
             "rope.scaling.original_context_length", max_len
         ),
     }
+    if fields.boolean("rope.scaling.finetuned", default=False):
+        block["finetuned"] = True
     # Converters write the config's fields under these names.
     for key, name in (
         ("yarn_attn_factor", "attention_factor"),

@@ -45,9 +45,8 @@ def describe(plan: ServingPlan) -> list[str]:
             *_shortened(deployment),
             f"    requests       {_may_ask(deployment)}",
         ]
-        # Answers under another policy run to the last tier.
-        if deployment.policy == "pinned" or deployment.overridable:
-            lines.append(f"    reserve        {_reserve(deployment)}")
+        if deployment.note is not None:
+            lines.append(f"    warning        {deployment.note}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_parts["pages"])
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
@@ -81,7 +80,9 @@ def _tiers(deployment: Deployment) -> str:
     floor = 0  # of a tier's contexts
     for tier in deployment.own_tiers:
         part = beyond if floor >= deployment.max_len else reached
-        part.append(f"{tier.ceiling}:{tier.factor:g}x")
+        method = tier.profile.positions
+        table = f"{tier.factor:g}x" if method is None else method.method
+        part.append(f"{tier.ceiling}:{table}")
         floor = tier.ceiling
     text = " ".join(reached)
     return f"{text}; beyond the longest context: {' '.join(beyond)}" if beyond else text
@@ -158,13 +159,8 @@ def _may_ask(deployment: Deployment) -> str:
     if deployment.serves_default_within_native:
         methods += f", default (up to {deployment.native_len} tokens)"
     policies = "any policy" if deployment.overridable else f"policy {deployment.policy} only"
-    return f"may name {methods}; factors up to {deployment.max_rope_factor:g}; {policies}"
-
-
-def _reserve(deployment: Deployment) -> str:
-    reserve = deployment.reserve
-    share = ", and a quarter of what the next tier would leave" if reserve.has_share else ""
-    return f"{reserve.num_tokens} tokens{share}, for a chat without max_tokens"
+    factors = f"factors up to {deployment.max_rope_factor:g}; "
+    return f"may name {methods}; {factors if deployment.max_rope_factor > 1 else ''}{policies}"
 
 
 def computing_line(products: str, attention: str, bits: str) -> str:

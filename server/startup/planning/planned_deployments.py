@@ -89,6 +89,19 @@ def fitted(
     )
 
 
+def most_pages_held(
+    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
+) -> int:
+    """Return the most pages that a sequence of any deployment holds at a time."""
+
+    def held(deployment: Deployment) -> int:
+        kept = deployment.num_kept
+        most = None if kept is None else -(-(kept + _step_tokens(settings)) // config.page_size)
+        return config.num_held_pages(deployment.max_len, most)
+
+    return max(map(held, deployments))
+
+
 def _step_tokens(settings: ServeSettings) -> int:
     """Return the most positions that a step adds to the pages of a request that releases some."""
     return settings.max_num_batched_tokens + 4 * settings.page_size

@@ -26,6 +26,7 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.held_windows import padded, planned_groups
 from ropewalk.server.startup.planning.planned_deployments import (
     fitted,
+    most_pages_held,
     num_profiles,
     plan_deployments,
     profiles_of,
@@ -216,7 +217,8 @@ def _config(
             page_bytes = config.page_size * rank_bytes
             affordable = _left(settings, memory, page_bytes, slots_bytes) * facts.num_ranks
         pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
-        config = sized(config, token_bytes, affordable, pages_gib)
+        most_pages = most_pages_held(settings, deployments, config)
+        config = sized(config, token_bytes, affordable, pages_gib, most_pages)
     _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
     if config.capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"

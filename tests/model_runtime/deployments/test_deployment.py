@@ -7,7 +7,16 @@ import pytest
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.errors import ContextLengthError, RequestError
-from ropewalk.rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rope
+from ropewalk.rope import (
+    POLICIES,
+    DynamicNTK,
+    Linear,
+    Policy,
+    RopeConfigError,
+    Unscaled,
+    Yarn,
+    native_rope,
+)
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 PLAIN = native_rope(CONFIG)
@@ -37,21 +46,29 @@ def scaled(**options: Any) -> Deployment:
     return make_deployment("m", SCALED, DeploymentOptions(**options))
 
 
-def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
+def test_the_default_is_yarn_by_position_on_one_two_four() -> None:
     """The default changes nothing up to L and scales above it."""
     deployment = plain()
-    assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
+    assert (deployment.rope_type, deployment.policy) == ("yarn", "by_position")
     assert [tier.factor for tier in deployment.own_tiers] == [1, 2, 4]
     assert deployment.max_len == 1024
 
 
-def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
-    """The covered length is prompt + max(0, max_tokens - 1)."""
-    deployment = plain()
-    assert deployment.place(RopeRequest(), 250, 7).tier.factor == 1
-    assert deployment.place(RopeRequest(), 250, 8).tier.factor == 2
-    assert deployment.place(RopeRequest(), 256, 0).tier.factor == 1
+@pytest.mark.parametrize("policy", [each for each in POLICIES if each != "fixed"])
+def test_max_tokens_bounds_a_request_and_chooses_nothing(policy: Policy) -> None:
+    """All but the last token take a position: prompt + max(0, max_tokens - 1)."""
+    deployment = plain(rope_policy=policy)
+    placed = {deployment.place(RopeRequest(), 250, each) for each in (0, 1, 7, 8, 775)}
+    assert [each.tier.factor for each in placed] == [1]
+    assert deployment.place(RopeRequest(), 257, 0).tier.factor == 2
     assert deployment.place(RopeRequest(), 1024, 1).tier.factor == 4
+    with pytest.raises(ContextLengthError, match="max_tokens may be at most 775"):
+        deployment.place(RopeRequest(), 250, 776)
+
+
+def test_the_policy_of_release_0_1_is_another_name() -> None:
+    """Configurations and requests that say `pinned` get the tier of the prompt, and growth."""
+    assert plain().place(RopeRequest(policy="pinned"), 300, 9).policy == "grow"
 
 
 def test_a_growing_request_is_on_the_lowest_tier_that_covers_its_tokens() -> None:
@@ -125,7 +142,7 @@ def test_other_methods_have_the_same_ceilings() -> None:
             "rope.factor",
             "must be 1 under `rope_type` default. Given: 2",
         ),
-        (RopeRequest(policy="shrink"), "rope.policy", "grow-exact, by_position. Given: shrink"),
+        (RopeRequest(policy="shrink"), "rope.policy", "grow-exact, fixed. Given: shrink"),
     ],
 )
 def test_a_rope_object_that_is_not_allowed_is_refused_by_field(
@@ -146,7 +163,7 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
     assert deployment.place(RopeRequest(), 1000, 2).tier.factor == 4.0
 
 
-@pytest.mark.parametrize("policy", ["fixed", "pinned"])
+@pytest.mark.parametrize("policy", ["fixed", "grow"])
 def test_a_factor_that_an_answer_reports_may_be_sent_back(policy: Any) -> None:
     """A request may name the factor that it has anyway, also above max_rope_factor."""
     deployment = plain(rope_policy=policy, rope_scaling=YARN_4, max_rope_factor=2.0)
@@ -155,7 +172,7 @@ def test_a_factor_that_an_answer_reports_may_be_sent_back(policy: Any) -> None:
     asked = RopeRequest("yarn", 4.0, policy, 256)
     assert deployment.place(asked, 600, 100).tier == reported
     assert deployment.place_open(asked, 600)[1].tier == reported
-    if policy == "pinned":
+    if policy == "grow":
         with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 4"):
             deployment.place(asked, 500, 10)
     else:
@@ -212,7 +229,7 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=64)
     assert deployment.max_len == 256
     with pytest.raises(RequestError, match=r"rope\.policy"):
-        deployment.place(RopeRequest(policy="pinned"), 3, 2)
+        deployment.place(RopeRequest(policy="grow"), 3, 2)
 
 
 def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
@@ -222,11 +239,82 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
     assert deployment.max_len == 512
-    with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
-        scaled(rope_scaling=block)
-    for policy in ("pinned", "grow", "grow-exact", "by_position"):
-        with pytest.raises(RopeConfigError, match=f"rope_policy: must be fixed.*got {policy}$"):
-            scaled(rope_policy=policy)
+    assert scaled(rope_scaling=block).tiers == deployment.tiers
+
+
+@pytest.mark.parametrize("policy", [each for each in POLICIES if each != "fixed"])
+def test_a_policy_scales_trained_in_scaling_by_length_with_a_warning(policy: Policy) -> None:
+    """The operator may know better than the config."""
+    deployment = scaled(rope_policy=policy)
+    assert [(each.ceiling, each.factor) for each in deployment.own_tiers] == [
+        (64, 1),
+        (128, 2),
+        (256, 4),
+    ]
+    assert deployment.own_tiers[0].profile.scaling == Unscaled()
+    assert deployment.note is not None
+    assert "trained with yarn" in deployment.note
+    switching = DeploymentOptions(rope_scaling=YARN_BLOCK, rope_policy=policy)
+    with pytest.raises(RopeConfigError, match="longrope checkpoints switch by length themselves"):
+        make_deployment("m", LONGROPE, switching)
+
+
+@pytest.mark.parametrize(
+    ("block", "max_len", "is_added"),
+    [
+        # Qwen 2.5 and 3 by their cards, and a block that leaves the length out.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 256, True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 320, True),
+        ({"type": "yarn", "factor": 4.0}, 256, True),
+        # DeepSeek and gpt-oss, and the authors of YaRN.
+        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}, 256, False),
+        (
+            {
+                "type": "yarn",
+                "factor": 16.0,
+                "original_max_position_embeddings": 256,
+                "finetuned": True,
+            },
+            1024,
+            False,
+        ),
+        # Llama 3.2 was trained with a block that reaches twice its length.
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "original_max_position_embeddings": 256,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            4096,
+            False,
+        ),
+    ],
+)
+def test_a_block_that_was_added_scales_by_length(
+    block: dict[str, Any], max_len: int, *, is_added: bool
+) -> None:
+    """A YaRN block that reaches beyond max_position_embeddings was trained by nobody."""
+    native = native_rope(
+        {"max_position_embeddings": max_len, "head_dim": 16, "rope_scaling": block}
+    )
+    deployment = make_deployment("m", native)
+    first = deployment.own_tiers[0]
+    assert (native.added_block is not None, deployment.policy) == (
+        (True, "by_position") if is_added else (False, "fixed")
+    )
+    if not is_added:
+        assert (deployment.note, len(deployment.own_tiers)) == (None, 1)
+        return
+    assert deployment.note is not None
+    assert "was added" in deployment.note
+    assert [each.ceiling for each in deployment.own_tiers] == [256, 512, 1024]
+    assert (first.profile.scaling, deployment.native_len) == (Unscaled(), 256)
+    last = deployment.own_tiers[-1].profile.scaling
+    assert last == Yarn(factor=4.0, original_max_position_embeddings=256)
+    static = make_deployment("m", native, DeploymentOptions(rope_policy="fixed"))
+    assert [each.profile.scaling for each in static.own_tiers] == [last]
 
 
 def test_an_override_may_undo_trained_in_scaling() -> None:
@@ -251,7 +339,7 @@ def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
 def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
     """The ceiling of a fractional factor is rounded to whole tokens, but the factor is not."""
     block = {"rope_type": "linear", "factor": factor}
-    for policy in ("fixed", "pinned"):
+    for policy in ("fixed", "grow"):
         placed = plain(rope_scaling=block, rope_policy=policy).place(
             RopeRequest(), int(256 * factor), 0
         )
@@ -260,13 +348,13 @@ def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
 
 
 def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
-    """A longrope checkpoint has the policy pinned over its own two tiers."""
+    """As in transformers, the whole prompt has the list of its length, and the answer grows."""
     deployment = make_deployment("m", LONGROPE)
-    assert deployment.policy == "pinned"
+    assert deployment.policy == "grow"
     assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]
     rotary = LONGROPE.rotary
-    short = deployment.place(RopeRequest(), 60, 5).tier.profile.scaling.frequencies(rotary)
-    long = deployment.place(RopeRequest(), 60, 6).tier.profile.scaling.frequencies(rotary)
+    short = deployment.place(RopeRequest(), 64, 6).tier.profile.scaling.frequencies(rotary)
+    long = deployment.place(RopeRequest(), 65, 5).tier.profile.scaling.frequencies(rotary)
     assert float(short.inv_freq_P[0]) == 1.0
     assert float(long.inv_freq_P[0]) == 0.25
     assert short.attention_factor == long.attention_factor > 1
@@ -281,11 +369,11 @@ def test_stated_length_moves_the_tiers() -> None:
 
 def test_the_rope_of_a_short_answer_can_be_requested() -> None:
     """Short answers report `default`, so a request may name it, but within L only."""
-    for policy in ("pinned", "grow", "grow-exact", "by_position", "fixed"):
+    for policy in POLICIES:
         deployment = plain(allowed_rope_types=["yarn"], rope_policy=policy)
         asked = RopeRequest(rope_type="default")
         reported = deployment.place(asked, 250, 7)
-        assert reported.tier == deployment.place(RopeRequest(policy="pinned"), 250, 7).tier
+        assert reported.tier == deployment.place(RopeRequest(policy="grow"), 250, 7).tier
         with pytest.raises(
             RequestError, match=r"within the native length \(256 tokens\) only"
         ) as no:

@@ -32,7 +32,7 @@ MIXED: list[dict[str, Any]] = [
 def requests_of(
     checkpoint: Checkpoint, *samplings: dict[str, Any], policy: str = "grow"
 ) -> list[Request]:
-    """Requests whose tiers change while they decode, unless they are pinned."""
+    """Requests whose tiers change while they decode, unless they are fixed."""
     block = {"rope_type": "yarn", "factor": 4.0}
     deployment = deployment_of(checkpoint, rope_scaling=block, rope_policy=policy)
     return [
@@ -126,7 +126,7 @@ def test_the_engine_is_ahead_again_after_the_last_draft(
     """Steps with drafts wait for the tokens before them, and no other step does."""
     use_adversary(monkeypatch)
     monkeypatch.setattr(speculator, "Drafter", Until)
-    asked = requests_of(llama_checkpoint, {"ignore_eos": True}, policy="pinned")
+    asked = requests_of(llama_checkpoint, {"ignore_eos": True}, policy="fixed")
     plain = served(core_of(llama_checkpoint, is_ahead=True), llama_checkpoint, asked)
     tell(Until, 1, 1.0, list(zip(asked, plain, strict=True)))
     counted = Counted()
@@ -164,7 +164,7 @@ def test_expected_drafts_that_are_wrong_leave_the_engine_ahead(
     asked = requests_of(
         llama_checkpoint,
         {"ignore_eos": True, "max_tokens": 150, "logit_bias": ((UNUSED, -100.0),)},
-        policy="pinned",
+        policy="fixed",
     )
     plain_core = core_of(llama_checkpoint, is_ahead=True)
     plain = served(plain_core, llama_checkpoint, asked)

@@ -94,7 +94,8 @@ def test_the_temperature_of_qwen_is_that_of_the_requests_ceiling(engines: Engine
     ids = prompt(4 * L)
     method = {"method": "dual_chunk", "chunk_size": 64, "local_size": 16, "temperature": "qwen"}
     block = {"rope_type": "default", "positions": method}
-    deployment = deployment_of(checkpoint, rope_scaling=block, page_size=PAGE, max_model_len=4 * L)
+    options = {"rope_policy": "grow", "page_size": PAGE, "max_model_len": 4 * L}
+    deployment = deployment_of(checkpoint, rope_scaling=block, **options)
     result = answer(engines.over(checkpoint), scored(deployment, ids, max_tokens=0))[0]
     scale = (0.1 * math.log(4) + 1) ** 2
     attention = references.dual_chunk(64, 16, scale)
@@ -130,12 +131,12 @@ def test_a_checkpoint_with_dual_chunk_attention_is_served_as_trained(
 def test_under_always_no_policy_and_no_length_changes_a_bit(
     engines: EngineFactory, llama_checkpoint: Checkpoint, name: str
 ) -> None:
-    """A token's state does not depend on what follows, so grow is pinned is grow-exact."""
+    """A token's state does not depend on what follows, so all policies are one."""
     engine = engines.over(llama_checkpoint)
     ids = prompt(50)
     room = LENGTHS.get(name, 200) - len(ids)
     results = []
-    for policy in ("pinned", "grow", "grow-exact", "by_position"):
+    for policy in ("grow", "grow-exact", "by_position", "fixed"):
         deployment = placed(llama_checkpoint, name, rope_policy=policy)
         for max_tokens in (6, room):
             results.append(
@@ -150,15 +151,16 @@ def test_under_always_no_policy_and_no_length_changes_a_bit(
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"string"}))
-def test_pinned_is_native_up_to_l_and_the_method_beyond(
+def test_grow_is_native_up_to_l_and_the_method_beyond(
     engines: EngineFactory, llama_checkpoint: Checkpoint, name: str
 ) -> None:
     """Both to the bit."""
     engine = engines.over(llama_checkpoint)
     native = deployment_of(llama_checkpoint, rope_scaling={"rope_type": "default"})
-    pinned, always = (placed(llama_checkpoint, name, when) for when in ("pinned", "always"))
+    beyond = placed(llama_checkpoint, name, "pinned", rope_policy="grow")
+    always = placed(llama_checkpoint, name, "always")
     short, long = prompt(L - 6), prompt(2 * L)
-    ask = [scored(native, short), scored(pinned, short), scored(pinned, long), scored(always, long)]
+    ask = [scored(native, short), scored(beyond, short), scored(beyond, long), scored(always, long)]
     results = [numbers(answer(engine, each)[0]) for each in ask]
     assert results[0] == results[1]
     assert results[2] == results[3]

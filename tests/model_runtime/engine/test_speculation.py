@@ -14,6 +14,7 @@ from ropewalk.model_runtime.engine import speculator
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.rope import POLICIES
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.fixed_costs import fix_step_costs
@@ -76,7 +77,7 @@ CASES = st.builds(
     most=st.sampled_from([1, 4, MOST]),
     pages=st.sampled_from([14, 256]),
     page_size=st.sampled_from([4, 16]),
-    policy=st.sampled_from(["pinned", "grow", "grow-exact", "by_position"]),
+    policy=st.sampled_from(POLICIES),
 )
 
 

@@ -118,6 +118,15 @@ YARN = {
         ),
         (
             YARN,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "finetuned": True,
+            },
+        ),
+        (
+            {**YARN, "llama.rope.scaling.finetuned": False},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
         ),
         (
@@ -132,6 +141,7 @@ YARN = {
                 "rope_type": "yarn",
                 "factor": 4.0,
                 "original_max_position_embeddings": 32768,
+                "finetuned": True,
                 "attention_factor": 1.2,
                 "beta_fast": 24.0,
                 "beta_slow": 2.0,
@@ -269,3 +279,19 @@ def test_gemma_3_scales_its_full_layers_only(tmp_path: Path) -> None:
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     }
+
+
+@pytest.mark.parametrize("is_finetuned", [False, True])
+def test_a_block_that_reaches_beyond_the_context_length_was_added(
+    tmp_path: Path, *, is_finetuned: bool
+) -> None:
+    """`rope.scaling.finetuned` says that a model was trained with its block."""
+    metadata = {
+        **YARN,
+        "llama.context_length": 32768,
+        "llama.rope.scaling.finetuned": is_finetuned,
+    }
+    path = llama_with(tmp_path / "m.gguf", {}, Written(metadata=metadata))
+    native = read_outline(str(path)).native()
+    assert (native.added_block is None) == is_finetuned
+    assert native.native_len == (131072 if is_finetuned else 32768)

@@ -17,7 +17,7 @@ SINKS = Tier(10**6, 4.0, Profile(Unscaled(), positions=Sinks(5, 20)))
 
 
 def sequence(
-    num_tokens: int, policy: Policy = "pinned", salt: str = "", **sampling: int
+    num_tokens: int, policy: Policy = "fixed", salt: str = "", **sampling: int
 ) -> Sequence:
     """A sequence under sinks; a growing one is native up to 32 tokens."""
     tiers = (NATIVE, SINKS) if policy.startswith("grow") else (SINKS,)
@@ -55,7 +55,7 @@ def step(plan: Scheduler) -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("policy", ["pinned", "grow", "grow-exact", "by_position"])
+@pytest.mark.parametrize("policy", ["grow", "grow-exact", "by_position", "fixed"])
 def test_the_pool_stays_bounded_over_100_000_tokens(policy: Policy) -> None:
     """Decoding holds the pages of 5 sinks and 20 recent tokens, and a page or two beside them."""
     plan = scheduler(60)

@@ -13,7 +13,7 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.scheduling.prefix_cache import extend_keys
-from ropewalk.rope import Linear, Profile, Tier, Unscaled
+from ropewalk.rope import POLICIES, Linear, Profile, Tier, Unscaled
 from ropewalk.rope.two_ranges import SelfExtend
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
@@ -126,8 +126,7 @@ def test_a_grow_sequence_publishes_nothing_after_a_crossing(
 def crowd(checkpoint: Checkpoint, rng: random.Random, num_requests: int) -> list[Request]:
     """Requests over all policies and methods, with random lengths and some shared beginnings."""
     deployments = [
-        deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
-        for policy in ("pinned", "grow", "grow-exact", "by_position", "fixed")
+        deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy) for policy in POLICIES
     ]
     requests = []
     for _ in range(num_requests):

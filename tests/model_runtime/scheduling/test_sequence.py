@@ -16,7 +16,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0}
     [
         ("by_position", [256, 256, 512, 512, 1024]),
         ("grow", [512, 512, 512, 512, 1024]),  # a whole prompt is under one table
-        ("pinned", [1024] * 5),  # that of prompt and answer
+        ("fixed", [2048] * 5),
     ],
 )
 def test_a_position_is_computed_under_the_table_of_its_policy(

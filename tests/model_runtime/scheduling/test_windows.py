@@ -51,7 +51,7 @@ def sequence(
     num_tokens: int, tier: Tier = PLAIN, salt: str = "", max_tokens: int = LAST
 ) -> Sequence:
     """A sequence of one tier, whose tokens count up."""
-    placement = Placement("m", tier, (), "pinned", None, 32)
+    placement = Placement("m", tier, (), "fixed", None, 32)
     params = SamplingParams(max_tokens=max_tokens)
     return Sequence(Request("r", tuple(range(num_tokens)), params, placement, salt))
 

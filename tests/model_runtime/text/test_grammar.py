@@ -16,6 +16,7 @@ from ropewalk.model_runtime.request import FinishReason, Request, SamplingParams
 from ropewalk.model_runtime.runner.sampler import SamplingRow, adjusted, sample
 from ropewalk.model_runtime.text import grammar as grammar_module
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT, Grammar, GrammarCompiler
+from ropewalk.rope import POLICIES
 from tests.doubles.engines import (
     EngineFactory,
     Preemptions,
@@ -94,7 +95,7 @@ def test_preemption_and_crossings_change_nothing(
     """A sequence that is computed again must not advance its matcher a second time."""
     grammar = compiled(compiler, {"type": "array", "items": {"type": "integer"}, "minItems": 60})
     prompt = embedded.tokenizer.encode("import os\n" * 100)[:220]
-    for policy in ("pinned", "grow", "grow-exact"):
+    for policy in POLICIES:
         deployment = deployment_of(embedded, rope_scaling=YARN, rope_policy=policy)
         drawn = {"temperature": 1.0, "max_tokens": 120}
         requests = [
@@ -106,7 +107,7 @@ def test_preemption_and_crossings_change_nothing(
         tight = engines.over(embedded, kv_cache_tokens=400, max_model_len=352, observer=counter)
         assert answer(tight, *requests) == expected
         assert counter.num > 0
-        if policy != "pinned":
+        if policy != "fixed":
             assert [each.num_rescales for each in expected] == [1, 1, 1]
 
 
