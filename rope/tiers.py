@@ -51,6 +51,12 @@ class Tier:
     profile: Profile
     num_trained: int | None = None  # tokens that its table is made for, if fewer than the ceiling
 
+    @property
+    def label(self) -> str:
+        """Return the factor, for example `4x`, or the position method, which has none."""
+        method = self.profile.positions
+        return f"{self.factor:g}x" if method is None else method.method
+
     def is_beyond(self, num_positions: int) -> bool:
         """Return whether some of these positions are more than its table is made for."""
         return self.num_trained is not None and num_positions > self.num_trained

@@ -6,13 +6,22 @@ requested length are cut off at the front, so that every length is met exactly.
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.needles import Needle
 
 ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
+CHAT_ANSWER_TOKENS = 32  # a sentence with them
 LINES_A_TOKEN = 2  # above the real max, because only empty lines have no token
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFrame:
+    """The text of a chat template before a user's message, and after it."""
+
+    before: str
+    after: str
 
 
 class HaystackError(Exception):
@@ -28,9 +37,12 @@ class Query:
     needle: Needle
     depth: float  # of the needle: the share of the text before it
     position: int  # of its first token
+    in_chat: bool = field(default=False, repr=False)
 
     def is_answered_by(self, text: str) -> bool:
-        """Return whether an answer begins with the needle's value, after spaces."""
+        """Return whether an answer begins with the needle's value, or in a chat has it."""
+        if self.in_chat:
+            return self.needle.value in text
         return text.lstrip(" ").startswith(self.needle.value)
 
 
@@ -44,17 +56,27 @@ class Haystack:
     needles: tuple[Needle, ...]
     depths: tuple[float, ...]  # wanted, ascending, one per needle
 
-    def queries(self, context_len: int, tokenizer: Tokenizer) -> list[Query]:
-        """Build one query per needle over a shared text. Raises HaystackError."""
-        special_ids = tokenizer.leading_special_ids()
-        wanted = context_len - ANSWER_TOKENS - len(special_ids)
+    def queries(
+        self, context_len: int, tokenizer: Tokenizer, chat: ChatFrame | None = None
+    ) -> list[Query]:
+        """Build one query per needle over a shared text. Raises HaystackError.
+
+        `chat`: text and question are a user's message. None: the text goes on with a question.
+        """
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False, param="--text")
 
+        first_ids = tuple(tokenizer.leading_special_ids() if chat is None else encode(chat.before))
+        num_answer = ANSWER_TOKENS if chat is None else CHAT_ANSWER_TOKENS
+        wanted = context_len - num_answer - len(first_ids)
+
+        def question(needle: Needle) -> str:
+            return needle.question if chat is None else f"\n{needle.asked}{chat.after}"
+
         def excess(num_lines: int) -> int:
             text, _ = self._text(num_lines)
-            return max(len(encode(text + each.question)) for each in self.needles) - wanted
+            return max(len(encode(text + question(each))) for each in self.needles) - wanted
 
         most = min(len(self.lines), LINES_A_TOKEN * context_len)
         num_lines = bisect.bisect_left(range(most), 0, lo=1, key=excess)
@@ -82,7 +104,7 @@ class Haystack:
             )
         queries = []
         for index, needle in enumerate(self.needles):
-            ids = (*special_ids, *encode(text + needle.question)[num_cut:])
+            ids = (*first_ids, *encode(text + question(needle))[num_cut:])
             before = positions[index] - sum(lens[:index])
             queries.append(
                 Query(
@@ -90,7 +112,8 @@ class Haystack:
                     context_len - len(ids),
                     needle,
                     before / num_filler,
-                    positions[index] + len(special_ids),
+                    positions[index] + len(first_ids),
+                    chat is not None,
                 )
             )
         return queries

@@ -7,7 +7,7 @@ texts in English and models that read it.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _NAMES = ("KEY", "NAME", "TOKEN", "CODE", "PORT", "SEED", "LIMIT", "FLAG", "INDEX", "STATE")
 _ADJECTIVES = (
@@ -44,6 +44,8 @@ class Form:
     question: str  # a line up to the value
     after: str  # the text after the value in that line
     in_words: bool = False  # keys are `amber tower` instead of PORT_4821
+    # In a chat. Not in the repr, by which the record of a study knows its requests.
+    asked: str = field(default="What is the value of {k}? Answer with the number.", repr=False)
 
     def define(self, key: str, value: str) -> str:
         return self.definition.format(k=key, v=value)
@@ -64,6 +66,7 @@ SENTENCE = Form(
     "The secret number of the {k} is ",
     ".\n",
     in_words=True,
+    asked="What is the secret number of the {k}? Answer with the number.",
 )
 
 
@@ -82,6 +85,10 @@ class Needle:
     @property
     def question(self) -> str:
         return self.form.ask(self.key)
+
+    @property
+    def asked(self) -> str:
+        return self.form.asked.format(k=self.key)
 
 
 def random_key(rng: random.Random) -> str:

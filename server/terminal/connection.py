@@ -29,8 +29,6 @@ class StreamedAnswer:
     def cut(self) -> str:
         """Return why an answer without a limit of its own was cut, or "" if it was not."""
         ended_by = self.rope.get("ended_by")
-        if ended_by == "tier":
-            return "ended by tier: --max-tokens N makes room for more"
         return f"ended by {ended_by}" if ended_by else ""
 
     def summary(self) -> str:

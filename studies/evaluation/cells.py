@@ -16,7 +16,7 @@ from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import Profile
-from ropewalk.server.corpus.haystack import Haystack, HaystackError, Query
+from ropewalk.server.corpus.haystack import ChatFrame, Haystack, HaystackError, Query
 from ropewalk.studies.evaluation.plan import LengthPlan, Variant
 from ropewalk.studies.evaluation.texts import LengthSource, LengthText, LengthWindow, Texts
 from ropewalk.studies.harness.eval_run import EvalError, key_of
@@ -177,6 +177,7 @@ def make_grid(
     haystacks: Sequence[Haystack],
     question_sets: Mapping[str, QuestionSet],
     tokenizer: Tokenizer,
+    chat: ChatFrame | None = None,
 ) -> Grid:
     """Build the grid, shortest lengths first for early results. Raises EvalError.
 
@@ -196,12 +197,11 @@ def make_grid(
         encode=partial(tokenizer.encode, add_special_tokens=False, param="--tasks"),
         special_ids=texts.special_ids,
     )
+    queries_of = partial(_queries, haystacks, tokenizer=tokenizer, chat=chat)
     for context_len in plan.context_lens:
         tasks = {
             PERPLEXITY: tuple(_window_task(each, context_len, texts, plan) for each in windows),
-            RETRIEVAL: tuple(map(_query_task, _queries(haystacks, context_len, tokenizer)))[
-                : plan.num_queries
-            ],
+            RETRIEVAL: tuple(map(_query_task, queries_of(context_len)))[: plan.num_queries],
             **{
                 task: tuple(map(_sample_task, samples_of(task, context_len=context_len)))
                 for task in plan.tasks
@@ -240,17 +240,20 @@ def _window_task(window: LengthWindow, context_len: int, texts: Texts, plan: Len
     return Task(prompt_ids, sampling, window)
 
 
-def _queries(haystacks: Sequence[Haystack], context_len: int, tokenizer: Tokenizer) -> list[Query]:
+def _queries(
+    haystacks: Sequence[Haystack], context_len: int, tokenizer: Tokenizer, chat: ChatFrame | None
+) -> list[Query]:
     """Return the questions of all haystacks. Raises EvalError."""
     try:
-        return [query for each in haystacks for query in each.queries(context_len, tokenizer)]
+        return [query for each in haystacks for query in each.queries(context_len, tokenizer, chat)]
     except HaystackError as error:
         raise EvalError(f"--context-lens: {error}") from error
 
 
 def _query_task(query: Query) -> Task:
     # The rest of the line after the value is not needed.
-    sampling = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, stop=("\n",))
+    stop = () if query.in_chat else ("\n",)
+    sampling = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, stop=stop)
     return Task(query.prompt_ids, sampling, query)
 
 

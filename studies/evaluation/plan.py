@@ -110,6 +110,14 @@ class LengthOptions(EvalOptions):
         Names({form.name: form for form in (*FORMS, SENTENCE)}),
         FORMS,
     )
+    chat: bool = option(
+        "Ask for needles in a chat: text and question are a user's message, in the model's chat "
+        "template. Without it, the text goes on with a question.",
+        default=False,
+        is_flag=True,
+        metavar=None,
+        show_default=False,
+    )
     depths: tuple[float, ...] = option(
         "Depths of the needles, in percent of the text; 0 is its beginning. Default: "
         "0,14,29,43,57,71,86,100.",
@@ -154,6 +162,7 @@ class LengthPlan:
     depths: tuple[float, ...]  # of needles, 0 to 1
     seed: int
     is_native_len_stated: bool = False  # not the checkpoint's own
+    chat: bool = False  # whether needles are asked for in a chat
     prefixes: bool = False  # whether a length's context is the beginning of the longest one's
     suggested_lens: tuple[int, ...] = ()  # the lengths to suggest a deployment for
     tasks: tuple[str, ...] = ()
@@ -242,6 +251,7 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
         depths=options.depths,
         seed=options.seed,
         is_native_len_stated=options.native_len is not None,
+        chat=options.chat and not options.tasks,
         prefixes=options.prefixes and not options.tasks,
         suggested_lens=options.suggest,
         tasks=options.tasks,

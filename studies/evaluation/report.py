@@ -255,6 +255,7 @@ def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[s
             "variants": [each.label for each in plan.variants],
             "windows": plan.num_windows,
             **({"prefixes": True} if plan.prefixes else {}),
+            **({"chat": True} if plan.chat else {}),
             "target_tokens": plan.target_tokens,
             "queries": plan.num_queries,
             "forms": [form.name for form in plan.forms],
@@ -344,7 +345,8 @@ def table(report: LengthReport) -> str:
             ),
         ]
     if first.queries:
-        what = f"right of {len(first.queries)} questions a length"
+        where = " in a chat" if plan.chat else ""
+        what = f"right of {len(first.queries)} questions a length{where}"
         blocks.append(block(f"retrieval, % ({what})", lambda row: row.retrieval))
     blocks += [
         block(

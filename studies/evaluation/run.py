@@ -7,7 +7,10 @@ from functools import partial
 
 from pydantic import TypeAdapter
 
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.server.corpus.haystack import ChatFrame
 from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.planning.template_of import chat_template_of
 from ropewalk.studies.evaluation.cells import Grid, LengthCell, Score, make_grid, measure
 from ropewalk.studies.evaluation.plan import LengthOptions, LengthPlan, make_plan
 from ropewalk.studies.evaluation.report import Answered, LengthReport, LengthRow
@@ -21,7 +24,7 @@ from ropewalk.studies.evaluation.texts import (
     make_texts,
     read_documents,
 )
-from ropewalk.studies.harness.eval_run import RunRecord, run_study
+from ropewalk.studies.harness.eval_run import EvalError, RunRecord, run_study
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.ruler.qa import QuestionSet
 from ropewalk.studies.ruler.qa_files import read_question_sets
@@ -53,6 +56,7 @@ def run_lengths(
         haystacks=choose_haystacks(texts, plan, subject.tokenizer),
         question_sets=question_sets,
         tokenizer=subject.tokenizer,
+        chat=_chat_frame(settings, subject.tokenizer) if plan.chat else None,
     )
     # Not before: a text that is too short is refused without the seconds that a large cache takes.
     engine = subject.make_engine()
@@ -77,6 +81,17 @@ def run_lengths(
         rows=_rows(plan, grid, dict(zip(grid.cells, scores, strict=True))),
         kv_cache_dtype=subject.kv_cache_dtype,
     )
+
+
+def _chat_frame(settings: ServeSettings, tokenizer: Tokenizer) -> ChatFrame:
+    """Return the template's text around a user's message. Raises EvalError, ModelError."""
+    template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+    message = "the message"
+    text = template.render([{"role": "user", "content": message}])
+    before, found, after = text.partition(message)
+    if not found:
+        raise EvalError("--chat: the chat template does not write a user's message as it is")
+    return ChatFrame(before, after)
 
 
 def _rows(

@@ -97,7 +97,7 @@ def tier_frequencies(tier: Tier, native: NativeRope) -> Frequencies:
 
 def heading(tier: Tier) -> str:
     """Return the heading of a tier's column, for example `512 (2x)`."""
-    return f"{tier.ceiling} ({tier.factor:g}x)"
+    return f"{tier.ceiling} ({tier.label})"
 
 
 def distances_of(deployment: Deployment) -> tuple[int, ...]:

@@ -129,9 +129,13 @@ def test_logprobs_within_the_trained_length(
 def test_logprobs_past_a_stated_length(
     checkpoint: RealModel, served: Server, reference: Reference
 ) -> None:
-    """They are those of transformers' static YaRN at 1,500 tokens, if 1,024 are stated."""
+    """They are those of transformers' static YaRN at 1,500 tokens, if 1,024 are stated.
+
+    Policy grow reads a whole prompt by one table.
+    """
     ids = reference.encode(TEXT[:20_000])[:1500]
-    answer = complete(served, model="short", prompt=ids, echo=True, logprobs=0, max_tokens=1)
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "rope": {"policy": "grow"}}
+    answer = complete(served, model="short", prompt=ids, **fields)
     assert rope_of(answer) == ("yarn", 2)
     got = echoed(answer, len(ids))
     with reference.exact_angles({**YARN, "original_max_position_embeddings": SHORT_LEN}):

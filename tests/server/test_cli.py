@@ -103,7 +103,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rope-policy", "magic"], "rope_policy: must be fixed, "),
+        (["--rope-policy", "magic"], "rope_policy: must be by_position, "),
         (["--host", "300.1.1.1"], "cannot listen on host 300.1.1.1, port 8000: "),
         (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
         (["./not-there"], "there is no folder ./not-there"),

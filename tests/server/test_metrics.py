@@ -236,6 +236,7 @@ def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> Non
     body = {
         "prompt": [7] * 300,
         "max_tokens": 1700,
+        "rope": {"policy": "fixed"},
         "ignore_eos": True,
         "stream": stream,
         "temperature": 2,  # drafts would make the answer short

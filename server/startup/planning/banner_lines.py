@@ -80,9 +80,7 @@ def _tiers(deployment: Deployment) -> str:
     floor = 0  # of a tier's contexts
     for tier in deployment.own_tiers:
         part = beyond if floor >= deployment.max_len else reached
-        method = tier.profile.positions
-        table = f"{tier.factor:g}x" if method is None else method.method
-        part.append(f"{tier.ceiling}:{table}")
+        part.append(f"{tier.ceiling}:{tier.label}")
         floor = tier.ceiling
     text = " ".join(reached)
     return f"{text}; beyond the longest context: {' '.join(beyond)}" if beyond else text

@@ -60,7 +60,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
             "must be 1 under `rope_type` default. Given: 2",
         ),
         ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
-        ('{"prompt": "a", "rope": {"policy": "shrink"}}', "rope.policy", "by_position. Given: shr"),
+        ('{"prompt": "a", "rope": {"policy": "shrink"}}', "rope.policy", "fixed. Given: shrink"),
         (
             '{"prompt": "a", "ignore_eos": true, "response_format": {"type": "json_object"}}',
             "ignore_eos",

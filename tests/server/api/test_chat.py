@@ -33,7 +33,7 @@ def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models") / "chatty"
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    arguments = ["--allowed-chat-template-kwargs", "shout,whisper", "--answer-reserve-tokens", "64"]
+    arguments = ["--allowed-chat-template-kwargs", "shout,whisper"]
     arguments += ["--rope-scaling", '{"rope_type": "yarn", "factor": 8}']
     arguments += ["--chat-template-seconds", "0.25"]
     with running_server(str(folder), *arguments) as running:
@@ -134,18 +134,18 @@ def test_logprobs_have_the_chat_shape(chatty: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("num_filling", "rope", "end", "factor"),
     [
-        (0, {}, 256, 1.0),  # the prompt and 64 more fit L
-        (185, {}, 512, 2.0),  # they do not: the next tier, to its end
-        (0, {"policy": "fixed"}, 2048, 8.0),
+        (0, {}, 2048, 8.0),
         (0, {"policy": "grow"}, 2048, 8.0),
-        (0, {"factor": 3}, 1024, 4.0),
+        (0, {"policy": "fixed"}, 2048, 8.0),
+        (0, {"policy": "fixed", "factor": 3}, 1024, 4.0),
+        (0, {"factor": 3}, 2048, 8.0),
         (1850, {}, 2048, 8.0),
     ],
 )
-def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
+def test_without_max_tokens_the_answer_runs_to_the_longest_context(
     chatty: openai.OpenAI, num_filling: int, rope: dict[str, Any], end: int, factor: float
 ) -> None:
-    """The tier is the smallest that covers the prompt and a reserve."""
+    """A request under one table ends where that table ends."""
     answer = chatty.chat.completions.create(
         model="chatty",
         messages=[{"role": "user", "content": " os" * num_filling + "import"}],
@@ -266,7 +266,11 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
         ({"chat_template_kwargs": {"whisper": 1}}, "chat_template_kwargs", "is not read by"),
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
-        ({"min_tokens": 5000}, "min_tokens", "must be <= the answer's room in its tier ("),
+        (
+            {"min_tokens": 5000},
+            "min_tokens",
+            "must be <= the answer's room in the longest context (",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "must be none, minimal, low"),
         ({"thinking": {}}, "thinking", "is not a field of this body"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import openai
 import pytest
 
-from tests.servers.processes import Server, without_replicas
+from tests.servers.processes import Server, running_server, without_replicas
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 
@@ -130,19 +130,20 @@ def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> No
 
 @pytest.mark.long
 @without_replicas
-def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
+def test_lm_evaluation_harness_scores_as_transformers_does(tmp_path: Path) -> None:
     """The harness tokenises through the server, and its `hf` model is the reference.
 
-    Continuations are within the trained length. Needles are in the tier of factor 8, and `hf` reads
-    them by the same static table.
+    Continuations are within the trained length. Needles are in the tier of factor 8, which policy
+    grow reads whole prompts by, and `hf` has the same static table.
     """
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    with running_server("--rope-policy", "grow") as server:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     served, own = found["local-completions"], found["hf"]

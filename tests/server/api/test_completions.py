@@ -78,7 +78,7 @@ def test_a_definition_eight_native_lengths_back_is_found(
         "factor": 8.0,
         "requested_factor": None,
         "original_max_position_embeddings": 256,
-        "policy": "pinned",
+        "policy": "by_position",
         "rescaled": 0,
     }
     extrapolated = openai_client.completions.create(
@@ -88,8 +88,9 @@ def test_a_definition_eight_native_lengths_back_is_found(
     assert extrapolated.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("rope", [{"policy": "grow"}, {"policy": "fixed", "factor": 4}])
 def test_four_native_lengths_equal_static_yarn(
-    server: Server, openai_client: openai.OpenAI
+    server: Server, openai_client: openai.OpenAI, rope: dict[str, Any]
 ) -> None:
     """The echoed logprobs of a prompt of exactly 4 L are within 1e-3 of transformers."""
     from transformers import AutoConfig
@@ -97,7 +98,7 @@ def test_four_native_lengths_equal_static_yarn(
     prompt = needle_prompt(server, 1024)
     assert len(prompt) == 1024
     answer = openai_client.completions.create(
-        **GREEDY, prompt=prompt, max_tokens=0, echo=True, logprobs=0
+        **GREEDY, prompt=prompt, max_tokens=0, echo=True, logprobs=0, extra_body={"rope": rope}
     )
     config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
     config.max_position_embeddings = 1024

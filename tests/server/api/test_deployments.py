@@ -81,9 +81,9 @@ def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
     listed = httpx.get(f"{two.url}/v1/models").json()["data"]
     assert [each["id"] for each in listed] == ["demo", "demo-static-8x", "demo-static-1.3x"]
     assert "deployment       demo-static-8x" in two.banner
-    pinned = post(two, "demo", prompt="a", max_tokens=1)["choices"][0]["rope"]
+    own = post(two, "demo", prompt="a", max_tokens=1)["choices"][0]["rope"]
     static = post(two, "demo-static-8x", prompt="a", max_tokens=1)["choices"][0]["rope"]
-    assert (pinned["rope_type"], pinned["factor"], pinned["policy"]) == ("default", 1.0, "pinned")
+    assert (own["rope_type"], own["factor"], own["policy"]) == ("default", 1.0, "by_position")
     assert (static["rope_type"], static["factor"], static["policy"]) == ("yarn", 8.0, "fixed")
 
 
@@ -142,15 +142,27 @@ def test_a_reported_rope_object_may_be_sent_back_whole(two: Server, model: str) 
 
 
 @pytest.mark.skipif(REPLICAS is not None, reason="each replica has its own pages")
-def test_a_reported_object_by_position_finds_the_pages_of_its_prompt(two: Server) -> None:
+@pytest.mark.parametrize("policy", ["by_position", "grow", "grow-exact"])
+def test_a_reported_object_finds_the_pages_of_its_prompt(two: Server, policy: str) -> None:
     """Its factor is that of the last tier, and would move the first positions as a least one."""
     prompt = [9, 8] * 200
-    told = post(two, "demo", prompt=prompt, max_tokens=2, rope={"policy": "by_position"})
+    told = post(two, "demo", prompt=prompt, max_tokens=2, rope={"policy": policy})
     rope = told["choices"][0]["rope"]
-    assert (rope["policy"], rope["factor"], rope["requested_factor"]) == ("by_position", 2, None)
+    assert (rope["policy"], rope["factor"], rope["requested_factor"]) == (policy, 2, None)
     again = post(two, "demo", prompt=[*prompt, 7], max_tokens=2, rope=rope)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
-    assert again["choices"][0]["rope"]["factor"] == 2
+    again = again["choices"][0]["rope"]
+    assert (again["policy"], again["factor"], again["requested_factor"]) == (policy, 2, None)
+
+
+def test_an_older_name_of_a_policy_is_accepted(two: Server) -> None:
+    """Release 0.1 had `pinned`, and answers tell the name that it has now."""
+    old, new = (
+        post(two, "demo", prompt=[9, 8] * 150, max_tokens=4, rope={"policy": name})
+        for name in ("pinned", "grow")
+    )
+    assert old["choices"] == new["choices"]
+    assert old["choices"][0]["rope"]["policy"] == "grow"
 
 
 @pytest.mark.costly
@@ -158,7 +170,7 @@ def test_a_reported_object_by_position_finds_the_pages_of_its_prompt(two: Server
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
     """Answers of both deployments have equal bits, though both run in the same steps."""
     prompt = short_prompts(two)[0]
-    # Less than would place the first on the other's table too, and long enough to be met.
+    # The first never has the other's table, and runs long enough to be met.
     options = {"prompt": prompt, "max_tokens": 700, "ignore_eos": True, "logprobs": 2}
     names = ("demo", "demo-static-8x")
 
@@ -183,12 +195,12 @@ def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
 def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
     """The cost shows in the echoed logprobs and equals that of transformers' static YaRN."""
     prompts = short_prompts(two)
-    pinned = [prompt_logprobs(two, "demo", prompt) for prompt in prompts]
+    untouched = [prompt_logprobs(two, "demo", prompt) for prompt in prompts]
     static = [prompt_logprobs(two, "demo-static-8x", prompt) for prompt in prompts]
-    num = sum(map(len, pinned))
-    tax = (sum(map(sum, pinned)) - sum(map(sum, static))) / num
+    num = sum(map(len, untouched))
+    tax = (sum(map(sum, untouched)) - sum(map(sum, static))) / num
     config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
-    untouched = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    unscaled = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     config.max_position_embeddings = 2048
     config.rope_parameters = {
         "rope_type": "yarn",
@@ -199,8 +211,8 @@ def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Serv
     scaled = AutoModelForCausalLM.from_pretrained(
         EMBEDDED_MODEL, config=config, dtype=torch.float32
     )
-    for prompt, own, fixed in zip(prompts, pinned, static, strict=True):
-        assert own == pytest.approx(reference(untouched, prompt), abs=1e-3)
+    for prompt, own, fixed in zip(prompts, untouched, static, strict=True):
+        assert own == pytest.approx(reference(unscaled, prompt), abs=1e-3)
         assert fixed == pytest.approx(reference(scaled, prompt), abs=1e-3)
     assert tax > 0.01, f"nats per token: {tax:.4f}"
 

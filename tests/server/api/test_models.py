@@ -23,9 +23,8 @@ def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     assert about == {
         "original_max_position_embeddings": 256,
         "rope_type": "yarn",
-        "policy": "pinned",
+        "policy": "by_position",
         "max_rope_factor": 8,
-        "answer_reserve_tokens": 32,
         "kv_cache_dtype": "auto",
         "tool_format": "generic",
         "reasoning": None,

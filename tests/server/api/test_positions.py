@@ -56,7 +56,7 @@ def test_an_answer_reports_the_method_which_may_be_sent_back(placed: Server, nam
     prompt = needle(placed, 900)
     answer = complete(placed, model=name, prompt=prompt).json()
     rope = answer["choices"][0]["rope"]
-    assert (rope["rope_type"], rope["factor"], rope["policy"]) == ("default", 4.0, "pinned")
+    assert (rope["rope_type"], rope["factor"], rope["policy"]) == ("default", 1.0, "by_position")
     positions = rope["positions"]
     assert positions.pop("temperature_factor", 1.0) == 1.0
     assert positions == {"method": name, **_METHODS[name]}
@@ -90,7 +90,7 @@ def test_models_and_metrics_name_the_method(placed: Server) -> None:
     assert about["allowed_positions"] == ["native", "rerope"]
     assert "allowed_positions" in httpx.get(f"{placed.url}/v1/models/yarn").json()["ropewalk"]
     metrics = httpx.get(f"{placed.url}/metrics").text
-    assert 'factor="4",finish_reason="length",model_name="rerope"' in metrics
+    assert 'factor="1",finish_reason="length",model_name="rerope"' in metrics
     assert 'rope_type="default+rerope"' in metrics
     assert "positions      rerope, window 64" in placed.banner
 

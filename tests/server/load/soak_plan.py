@@ -11,7 +11,7 @@ Manner = Literal["whole", "stream", "leave whole", "leave stream", "hostile"]
 MAX_LEN = 2048
 _L = 256  # the embedded model's native length
 _METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
-_POLICIES = ("pinned", "fixed", "grow", "grow-exact", "by_position")
+_POLICIES = ("by_position", "grow", "grow-exact", "fixed")
 _WORDS = ("rope", "walk", "hemp", "strand", "twist", "yarn", "length", "the", "of", "a", "tar")
 # Refused before anything is computed; every one is counted by its reason.
 _HOSTILE = (

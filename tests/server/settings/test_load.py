@@ -174,7 +174,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ("deployments: [{name: a, port: 1}]", r"\. It has .*rope_policy, .*, name\.$"),
         (
             "deployments: [{name: a}, {name: b, rope_policy: grov}]",
-            r"deployments: b: rope_policy: must be fixed, .*, got 'grov' .*Did you mean `grow`\?$",
+            r"deployments: b: rope_policy: must be by_.*, got 'grov' .*Did you mean `grow`\?$",
         ),
         ("deployments: [5]", "deployments: item 1: must be an object, got 5"),
         ("deployments: [{name: a}, {name: a}]", "name must be given once, got 'a' twice"),
@@ -218,6 +218,22 @@ def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> No
         assert found[0].rope_scaling == {"rope_type": "linear", "factor": 2}
 
 
+def test_an_older_name_of_a_policy_is_read_as_the_newer_one(tmp_path: Path) -> None:
+    """Files of release 0.1 have `pinned`, which is `grow` now."""
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("rope_policy: pinned\n")
+    found = [
+        load_settings(flags).rope_policy
+        for flags in ({"config": str(path)}, {"rope_policy": "pinned"}, {"rope_policy": "grow"}, {})
+    ]
+    assert found == ["grow", "grow", "grow", None]
+    deployments = load_settings(
+        {"deployments": '[{"name": "a", "rope_policy": "pinned"}]'}
+    ).deployments
+    (entry,) = deployments or ()
+    assert entry.rope_policy == "grow"
+
+
 def test_lists_and_json_are_read_from_strings() -> None:
     """Flags and variables hold lists and JSON as strings."""
     settings = load_settings(
@@ -243,7 +259,7 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ),
         (
             {"rope_policy": "shrink"},
-            "rope_policy: must be fixed, .* or by_position, got 'shrink'",
+            "rope_policy: must be by_position, .* or fixed, got 'shrink'",
         ),
         (
             {"rope_scaling": "{yarn}"},

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.rope import native_rope
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe, draft_line, limit_lines
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
@@ -13,7 +14,7 @@ from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_servi
 
 TWO = """[
     {"name": "a", "allowed_rope_types": ["yarn", "linear"], "max_rope_factor": 2},
-    {"name": "b", "rope_policy": "fixed", "max_model_len": 500, "answer_reserve_tokens": 9}
+    {"name": "b", "rope_policy": "fixed", "max_model_len": 500}
 ]"""
 
 
@@ -24,17 +25,16 @@ def plan_lines(embedded: Checkpoint, **flags: str) -> list[str]:
 
 
 def test_each_deployment_tells_its_own_rules(embedded: Checkpoint) -> None:
-    """The default deployment reserves a share of the next tier."""
-    assert plan_lines(embedded)[4:7] == [
+    """The longest context, the methods, the factors and the policies have lines."""
+    assert plan_lines(embedded)[2:6] == [
+        "    scaling        yarn, by_position",
+        "    tiers          256:1x 512:2x 1024:4x 2048:8x",
         "    longest        2048 tokens",
         "    requests       may name default, dynamic, linear, llama3, ntk, yarn; factors up to 8; "
         "any policy",
-        "    reserve        32 tokens, and a quarter of what the next tier would leave, for a chat "
-        "without max_tokens",
     ]
     lines = "\n".join(plan_lines(embedded, deployments=TWO))
     assert "may name linear, yarn, default (up to 256 tokens); factors up to 2; any policy" in lines
-    assert "    reserve        9 tokens, for a chat without max_tokens" in lines
     assert "    longest        500 tokens (max_model_len)" in lines
     small = plan_lines(embedded, kv_cache_tokens="512")
     assert "    longest        512 tokens (what the KV cache holds)" in small
@@ -54,6 +54,62 @@ def test_contexts_that_the_cache_cuts_are_told(embedded: Checkpoint) -> None:
     ):
         assert "warning" not in "".join(lines)
     assert "    tiers          256:1x 512:2x; beyond the longest context: 1024:4x 2048:8x" in lines
+
+
+def test_a_position_method_stands_in_the_place_of_a_factor(embedded: Checkpoint) -> None:
+    """It goes with the trained table at every length."""
+    lines = plan_lines(
+        embedded, rope_scaling='{"positions": {"method": "rerope"}}', max_model_len="1024"
+    )
+    assert "    tiers          256:1x 1024:rerope" in lines
+
+
+@pytest.mark.parametrize(
+    ("max_len", "more", "flags", "told"),
+    [
+        (1024, {}, {}, ("fixed", "1024:4x", None)),
+        (256, {"finetuned": True}, {}, ("fixed", "1024:4x", None)),
+        (
+            256,
+            {},
+            {},
+            (
+                "by_position",
+                "256:1x 512:2x 1024:4x",
+                "yarn was added to the checkpoint, because factor 4 x 256 is more than "
+                "max_position_embeddings (256); so the trained length is 256 tokens",
+            ),
+        ),
+        (
+            1024,
+            {},
+            {"rope_policy": "pinned"},
+            (
+                "grow",
+                "256:1x 512:2x 1024:4x",
+                "the checkpoint was trained with yarn; under rope_policy grow its first 256 tokens "
+                "are served without it, which the model may not know",
+            ),
+        ),
+    ],
+    ids=["trained", "finetuned", "added", "asked for"],
+)
+def test_a_block_of_the_checkpoint_that_scales_by_length_is_told(
+    max_len: int, more: dict[str, Any], flags: dict[str, str], told: tuple[str, str, str | None]
+) -> None:
+    """The warning says why, because the model may have been trained with the block."""
+    policy, tiers, warning = told
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, **more}
+    native = native_rope(
+        {"max_position_embeddings": max_len, "head_dim": 64, "rope_scaling": block}
+    )
+    # Of the embedded model, the server would choose the scaling itself.
+    settings = load_settings({"model": "some/model", "kv_cache_tokens": "65536", **flags})
+    lines = describe(plan_serving(settings, ModelFacts(native, 8192, 0)))
+    assert f"    scaling        yarn, {policy}" in lines
+    assert f"    tiers          {tiers}" in lines
+    warnings = [line for line in lines if line.startswith("    warning ")]
+    assert warnings == ([] if warning is None else [f"    warning        {warning}"])
 
 
 def test_changed_limits_and_access_are_told_without_secrets() -> None:

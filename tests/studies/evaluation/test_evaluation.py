@@ -27,7 +27,7 @@ pytestmark = pytest.mark.costly(by="file")
 LENS = (128, 256, 1024)
 ARGUMENTS = (
     "--methods", "none,linear,yarn", "--windows", "3", "--queries", "8",
-    "--context-lens", "128", "--suggest", "256,1024",
+    "--context-lens", "128", "--suggest", "256,1024", "--rope-policies", "fixed,by_position,grow",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of five variants at three lengths."""
+    """A run of seven variants at three lengths."""
     folder = tmp_path_factory.mktemp("eval")
     ended = invoke(*ARGUMENTS, "--output", str(folder))
     assert ended.exit_code == 0, ended.output
@@ -83,9 +83,10 @@ def plan_of(*arguments: str) -> Any:
     [
         (("none", None), 256, None),
         (("none", None), 1024, None),
-        (("yarn", "pinned"), 1024, 4.0),
+        (("yarn", "grow"), 1024, 4.0),
         (("yarn", "fixed"), 128, 4.0),
-        (("yarn", "pinned"), 128, None),
+        (("yarn", "grow"), 128, None),
+        (("yarn", "by_position"), 256, None),
     ],
 )
 def test_perplexity_is_that_of_transformers(
@@ -131,30 +132,34 @@ def test_perplexity_is_that_of_transformers(
 
 
 def test_factors_are_the_policies(measured: Run) -> None:
-    """A fixed policy has the longest length's factor everywhere, pinned each length's own."""
+    """A fixed policy has the longest length's factor everywhere, the others each length's own."""
     for context_len in LENS:
         assert measured.row("yarn", "fixed", context_len)["factor"] == 4
-        assert measured.row("yarn", "pinned", context_len)["factor"] == max(1, context_len / 256)
+        for policy in ("by_position", "grow"):
+            own = measured.row("yarn", policy, context_len)["factor"]
+            assert own == max(1, context_len / 256)
         assert measured.row("none", None, context_len)["factor"] == 1
 
 
 def test_equal_tables_have_equal_numbers_and_are_measured_once(measured: Run) -> None:
-    """Pinned equals the untouched model up to L, and fixed at the longest length."""
+    """Only fixed differs from the untouched model up to L, and grow is fixed at the longest."""
     for name in ("perplexity", "retrieval", "queries"):
         for context_len in (128, 256):
             untouched = measured.row("none", None, context_len)[name]
-            assert measured.row("yarn", "pinned", context_len)[name] == untouched
+            for policy in ("by_position", "grow"):
+                assert measured.row("yarn", policy, context_len)[name] == untouched
         static = measured.row("yarn", "fixed", 1024)[name]
-        assert measured.row("yarn", "pinned", 1024)[name] == static
-    # none 3, fixed 2 x 3; pinned has none of its own
+        assert measured.row("yarn", "grow", 1024)[name] == static
+    # none 3, fixed 2 x 3, by_position 2 at 1,024 tokens; grow has none of its own
     lines = (measured.folder / "results.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * (3 + 6)
+    assert len(lines) == 2 * (3 + 6 + 2)
 
 
 def test_the_model_finds_needles_where_yarn_carries_it(measured: Run) -> None:
     """The untouched table fails at four times its length."""
     assert measured.row("none", None, 256)["retrieval"] > 0.5
-    assert measured.row("yarn", "pinned", 1024)["retrieval"] > 0.5
+    for policy in ("fixed", "by_position", "grow"):
+        assert measured.row("yarn", policy, 1024)["retrieval"] > 0.5
     assert measured.row("none", None, 1024)["retrieval"] < 0.2
 
 
@@ -212,14 +217,14 @@ def test_the_run_ends_with_the_names_of_its_files(measured: Run) -> None:
 
 
 def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
-    """The file is the printed one: pinned YaRN, for a length within L and one beyond."""
+    """The file is the printed one: YaRN by position, for a length within L and one beyond."""
     path = measured.folder / "suggestion.yaml"
     assert path.read_text() in measured.ended.stdout
     settings = load_settings({"config": str(path)})
     native = native_of(settings)
     (deployment,) = plan_deployments(settings, native)
-    assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
-    assert [tier.ceiling for tier in deployment.own_tiers] == [256, 1024]
+    assert (deployment.rope_type, deployment.policy) == ("yarn", "by_position")
+    assert [tier.ceiling for tier in deployment.own_tiers] == [256, 512, 1024]
     assert "is served up to 256 tokens only" in path.read_text()
 
 

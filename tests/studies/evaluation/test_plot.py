@@ -43,12 +43,12 @@ def report_of(shares: dict[Variant, list[int]]) -> Any:
 
 def test_equal_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their markers stand beside each other, the legend says so, and intervals are bars."""
-    fixed, pinned, linear = (
+    fixed, grow, linear = (
         Variant("yarn", "fixed"),
-        Variant("yarn", "pinned"),
+        Variant("yarn", "grow"),
         Variant("linear", "fixed"),
     )
-    report = report_of({fixed: [8, 8, 6], pinned: [8, 8, 6], linear: [8, 1, 0]})
+    report = report_of({fixed: [8, 8, 6], grow: [8, 8, 6], linear: [8, 1, 0]})
     figure = drawn(
         monkeypatch,
         lambda: _lines(report, tmp_path / "a.png", "t", "right answers", lambda row: row.retrieval),
@@ -57,7 +57,7 @@ def test_equal_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
     lines = axes.lines[:3]
     assert [str(line.get_label()) for line in lines] == [
         "yarn fixed",
-        "yarn pinned\n(equal to yarn fixed)",
+        "yarn grow\n(equal to yarn fixed)",
         "linear fixed",
     ]
     for at in range(3):
@@ -73,7 +73,7 @@ def test_a_cell_says_how_many_questions_it_stands_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of eight questions are in each quarter of the depth."""
-    report = report_of({Variant("yarn", "pinned"): [8, 3, 0]})
+    report = report_of({Variant("yarn", "by_position"): [8, 3, 0]})
     figure = drawn(monkeypatch, lambda: _heat_map(report, tmp_path / "a.png", "trained for 256"))
     cells = [text.get_text() for text in figure.axes[0].texts]
     assert cells == [*("2/2", "2/2", "0/2"), *("2/2", "1/2", "0/2"), *("2/2", "0/2", "0/2") * 2]

@@ -29,7 +29,9 @@ def plan(
     options = LengthOptions(
         context_lens=context_lens,
         methods=methods,
-        rope_policies=("fixed", "pinned"),
+        rope_policies=("fixed", "by_position", "grow"),
+        native_len=None,
+        prefixes=False,
         resumes=False,
         suggest=(),
         tasks=(),
@@ -41,7 +43,7 @@ def plan(
     return make_plan(options, NATIVE)
 
 
-def test_fixed_is_always_and_pinned_begins_beyond_l() -> None:
+def test_fixed_is_always_and_the_others_begin_beyond_l() -> None:
     """The longest length is the reach."""
     found = {}
     for variant in plan((128, 1024)).variants:
@@ -53,9 +55,11 @@ def test_fixed_is_always_and_pinned_begins_beyond_l() -> None:
         found[variant.label] = [(tier.ceiling, tier.profile.name) for tier in tiers]
     assert found == {
         "rerope fixed": [(1024, "default+rerope")],
-        "rerope pinned": [(256, "default"), (1024, "default+rerope")],
+        "rerope by_position": [(256, "default"), (1024, "default+rerope")],
+        "rerope grow": [(256, "default"), (1024, "default+rerope")],
         "dual_chunk fixed": [(1024, "default+dual_chunk")],
-        "dual_chunk pinned": [(256, "default"), (1024, "default+dual_chunk")],
+        "dual_chunk by_position": [(256, "default"), (1024, "default+dual_chunk")],
+        "dual_chunk grow": [(256, "default"), (1024, "default+dual_chunk")],
     }
 
 
@@ -69,9 +73,9 @@ def test_string_is_measured_up_to_its_reach() -> None:
         plan((256, 512), ("string",))
 
 
-def test_within_l_pinned_is_the_native_table() -> None:
+def test_within_l_by_position_is_the_native_table() -> None:
     """There is nothing beyond for the method to read."""
-    entry = plan((64, 128)).entry(Variant("rerope", "pinned"))
+    entry = plan((64, 128)).entry(Variant("rerope", "by_position"))
     assert entry.rope_scaling == {"rope_type": "default"}
     assert entry.max_model_len is None
     assert not set(METHODS) & set(PLACED)

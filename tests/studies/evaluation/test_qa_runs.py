@@ -36,7 +36,7 @@ def test_a_run_has_both_tasks_beside_the_others(tmp_path: Path) -> None:
     names = [written(tmp_path / "s.json", content), written(tmp_path / "h.json", hotpotqa(60))]
     ended = invoke(
         *("--tasks", "qa_2,niah_single_1,qa_1", "--methods", "none,yarn", "--samples", "3"),
-        *("--rope-policies", "pinned", "--context-lens", "256,512"),
+        *("--rope-policies", "grow", "--context-lens", "256,512"),
         *("--squad", str(names[0]), "--hotpotqa", str(names[1]), "--output", str(tmp_path / "out")),
     )
     assert ended.exit_code == 0, ended.output

@@ -13,19 +13,20 @@ from PIL import Image
 
 from ropewalk.studies.evaluation.cells import WindowScore
 from ropewalk.studies.evaluation.plan import Variant
-from ropewalk.studies.evaluation.plot import added_cost, plot_static
-from ropewalk.studies.evaluation.report import LengthReport, LengthRow
+from ropewalk.studies.evaluation.plot import plot_static
+from ropewalk.studies.evaluation.report import LengthReport, LengthRow, added_cost
 
 ROOT = Path(__file__).resolve().parents[3]
 LENS = (128, 256, 512)
-NONE, FIXED, PINNED = Variant("none", None), Variant("yarn", "fixed"), Variant("yarn", "pinned")
+NONE, FIXED = Variant("none", None), Variant("yarn", "fixed")
+FITTING = Variant("yarn", "by_position")
 # nats a token of two windows of 10 and 20 tokens, at each length
 NATS = {
     NONE: ((2.0, 3.0), (2.0, 2.6), (4.0, 6.0)),
     FIXED: ((2.3, 3.1), (2.2, 2.7), (2.2, 2.5)),
-    PINNED: ((2.0, 3.0), (2.0, 2.6), (2.0, 2.5)),
+    FITTING: ((2.0, 3.0), (2.0, 2.6), (2.0, 2.5)),
     Variant("ntk", "fixed"): ((2.1, 3.0), (2.1, 2.6), (3.0, 4.0)),
-    Variant("ntk", "pinned"): ((2.0, 3.0), (2.0, 2.6), (3.0, 4.0)),
+    Variant("ntk", "by_position"): ((2.0, 3.0), (2.0, 2.6), (3.0, 4.0)),
 }
 
 
@@ -57,21 +58,21 @@ def test_the_lines_are_the_perplexities_of_the_best_method(tmp_path: Path) -> No
     plot_static(report(*NATS), tmp_path / "static.png", "m")
     found = numbers(tmp_path / "static.png")
     assert found["context_lens"] == list(LENS)
-    for name, variant in (("none", NONE), ("fixed", FIXED), ("pinned", PINNED)):
+    for name, variant in (("none", NONE), ("fixed", FIXED), ("fitting", FITTING)):
         assert found[name] == pytest.approx(np.exp(np.mean(NATS[variant], axis=1)))
 
 
 def test_the_cost_compares_windows_in_pairs() -> None:
     """The windows differ by a nat, and their differences by a tenth."""
-    made = report(FIXED, PINNED)
-    ratio = added_cost(made.of(FIXED)[1], made.of(PINNED)[1])
+    made = report(FIXED, FITTING)
+    ratio = added_cost(made.of(FIXED)[1], made.of(FITTING)[1])
     differences = np.array([0.2, 0.1])
     reach = 1.959964 * differences.std(ddof=1) / math.sqrt(2)
     expected = np.exp([differences.mean(), differences.mean() - reach, differences.mean() + reach])
     assert [ratio.value, ratio.low, ratio.high] == pytest.approx(list(expected))
 
 
-@pytest.mark.parametrize("variants", [(NONE, PINNED), (FIXED, PINNED)])
+@pytest.mark.parametrize("variants", [(NONE, FITTING), (FIXED, FITTING)])
 def test_without_all_three_lines_there_is_no_picture(
     tmp_path: Path, variants: tuple[Variant, ...]
 ) -> None:
@@ -84,14 +85,14 @@ def test_the_picture_of_the_readme_has_the_numbers_of_its_pages() -> None:
     """It is not older than the table that was measured by the same command without needles."""
     found = numbers(ROOT / "docs/images/static-scaling.png")
     table = (ROOT / "docs/long-context.md").read_text().partition("Perplexity, by context")[2]
-    for name, row in (("none", "none"), ("fixed", "yarn fixed"), ("pinned", "yarn pinned")):
+    for name, row in (("none", "none"), ("fixed", "yarn fixed"), ("fitting", "yarn by_position")):
         cells = re.search(rf"^\| {row} \| (.*) \|$", table, re.MULTILINE)
         assert cells is not None
         shown = [float(each.replace(",", "")) for each in cells[1].split(" | ")]
         assert shown == pytest.approx(found[name], rel=2e-3)
     readme = (ROOT / "README.md").read_text()
     at = found["context_lens"].index(256)
-    assert f"{100 * (found['fixed'][at] / found['pinned'][at] - 1):.0f} % higher at 256" in readme
+    assert f"{100 * (found['fixed'][at] / found['fitting'][at] - 1):.0f} % higher at 256" in readme
     assert f"perplexity is {found['none'][2]:.0f} at twice" in readme
     assert f"and {found['none'][-1]:,.0f} at eight times" in readme
 

@@ -9,8 +9,9 @@ from ropewalk.studies.evaluation.plan import LengthPlan, Variant
 from ropewalk.studies.evaluation.report import LengthReport, LengthRow
 from ropewalk.studies.evaluation.suggest import suggestion
 
-UNTOUCHED, PINNED = Variant("none", None), Variant("yarn", "pinned")
-FIXED, LOGN = Variant("yarn", "fixed"), Variant("yarn+logn", "pinned")
+UNTOUCHED, BY_POSITION = Variant("none", None), Variant("yarn", "by_position")
+GROW, FIXED = Variant("yarn", "grow"), Variant("yarn", "fixed")
+LOGN = Variant("yarn+logn", "by_position")
 NUM_WINDOWS, NUM_QUERIES = 16, 40
 _TEXT = random.Random(0)
 TEXTS = [_TEXT.uniform(1.0, 3.0) for _ in range(NUM_WINDOWS)]  # nats a token: texts differ most
@@ -55,28 +56,39 @@ def shifted(by: float, noise: float = 0.002) -> list[float]:
 
 def test_a_lower_perplexity_on_every_window_wins() -> None:
     """The difference may be small beside the spread between texts."""
-    assert chosen(row(PINNED, shifted(0.05), 40), row(FIXED, TEXTS, 40)) == "yarn fixed"
-    assert chosen(row(PINNED, TEXTS, 40), row(LOGN, shifted(-0.05), 40)) == "yarn+logn pinned"
+    assert chosen(row(BY_POSITION, shifted(0.05), 40), row(FIXED, TEXTS, 40)) == "yarn fixed"
+    assert (
+        chosen(row(BY_POSITION, TEXTS, 40), row(LOGN, shifted(-0.05), 40))
+        == "yarn+logn by_position"
+    )
 
 
 def test_the_simpler_of_two_equal_methods_wins() -> None:
-    """Pinned beats fixed, and no log-n beats log-n, in any order of the plan."""
-    same = [row(LOGN, shifted(-0.0002), 40), row(FIXED, TEXTS, 40), row(PINNED, shifted(0.0), 40)]
-    assert chosen(*same) == chosen(*reversed(same)) == "yarn pinned"
+    """By_position comes first, then grow, then fixed; no log-n beats log-n, in any order."""
+    same = [
+        row(LOGN, shifted(-0.0002), 40),
+        row(FIXED, TEXTS, 40),
+        row(GROW, shifted(-0.0001), 40),
+        row(BY_POSITION, shifted(0.0), 40),
+    ]
+    assert chosen(*same) == chosen(*reversed(same)) == "yarn by_position"
+    assert chosen(*same[1:3]) == chosen(*reversed(same[1:3])) == "yarn grow"
 
 
 def test_retrieval_comes_first() -> None:
     """Shares within the interval of each other count as equal."""
-    assert chosen(row(PINNED, shifted(-0.5), 20), row(FIXED, TEXTS, 39)) == "yarn fixed"
-    assert chosen(row(PINNED, shifted(-0.5), 38), row(FIXED, TEXTS, 39)) == "yarn pinned"
+    assert chosen(row(BY_POSITION, shifted(-0.5), 20), row(FIXED, TEXTS, 39)) == "yarn fixed"
+    assert chosen(row(BY_POSITION, shifted(-0.5), 38), row(FIXED, TEXTS, 39)) == "yarn by_position"
 
 
 def test_the_untouched_table_is_no_choice_beyond_its_length() -> None:
     """A deployment without scaling ends at the trained length."""
-    assert chosen(row(UNTOUCHED, shifted(-1.0), 40), row(PINNED, TEXTS, 40)) == "yarn pinned"
+    assert (
+        chosen(row(UNTOUCHED, shifted(-1.0), 40), row(BY_POSITION, TEXTS, 40)) == "yarn by_position"
+    )
 
 
 def test_without_windows_retrieval_decides() -> None:
     """If retrieval is equal too, then the simpler variant wins."""
-    assert chosen(row(PINNED, [], 38), row(FIXED, [], 40)) == "yarn fixed"
-    assert chosen(row(PINNED, [], 40), row(FIXED, [], 40)) == "yarn pinned"
+    assert chosen(row(BY_POSITION, [], 38), row(FIXED, [], 40)) == "yarn fixed"
+    assert chosen(row(BY_POSITION, [], 40), row(FIXED, [], 40)) == "yarn by_position"

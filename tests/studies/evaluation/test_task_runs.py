@@ -14,7 +14,7 @@ from ropewalk.studies.evaluation.report import Answered, LengthReport, LengthRow
 from ropewalk.studies.ruler.sample import Draft, Sample, SampleScore
 
 LENS = (256, 384)
-ARGUMENTS = ("--tasks", "fwe", "--methods", "none,yarn", "--rope-policies", "pinned", "--samples")
+ARGUMENTS = ("--tasks", "fwe", "--methods", "none,yarn", "--rope-policies", "grow", "--samples")
 
 
 def invoke(*arguments: str) -> Result:

@@ -56,10 +56,14 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--methods", "none,linear,ntk,yarn,yarn+logn,self_extend", "--forms", "sentence",
         "--depths", "10,60",
     ),
+    "eval-prefixes": (
+        *_EVAL, "--prefixes", "--methods", "none,yarn", "--rope-policies", "by_position,grow",
+        "--context-lens", "64,128,256", "--native-len", "128", "--windows", "2", "--queries", "0",
+    ),
     "eval-ruler": (
         *_EVAL, "--tasks", "niah_single_1,niah_single_2,qa_1", "--squad", "squad.json",
         "--samples", "2", "--context-lens", "256,512", "--methods", "none,yarn",
-        "--rope-policies", "pinned",
+        "--rope-policies", "grow",
     ),
     "eval-vt": (
         "eval", "--tasks", "vt", "--samples", "1", "--context-lens", "512", "--methods", "linear",

@@ -148,7 +148,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
     ended = run_here("config", "check", str(file))
     for line in (
         "deployment       demo",
-        "scaling        llama3, pinned",
+        "scaling        llama3, by_position",
         "tiers          256:1x 512:2x 1024:4x",
         "longest        960 tokens (what the KV cache holds)",
         "deployment       fixed-2x",

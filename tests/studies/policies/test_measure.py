@@ -1,4 +1,4 @@
-"""Stale keys, grow, grow-exact and pinned across tiers, against transformers' own forward."""
+"""Stale keys, grow, grow-exact and fixed across tiers, against transformers' own forward."""
 
 import copy
 from collections.abc import Sequence
@@ -131,8 +131,8 @@ def test_stale_keys_equal_a_forward_whose_rows_were_rotated_at_their_own_time(
     assert found.num_rescales == len(found.crossing_s) == num_crossings
 
 
-@pytest.mark.parametrize("policy", ["pinned", "grow-exact"])
-def test_pinned_and_grow_exact_equal_a_forward_under_the_last_table(
+@pytest.mark.parametrize("policy", ["fixed", "grow-exact"])
+def test_fixed_and_grow_exact_equal_a_forward_under_the_last_table(
     pair: tuple[PreTrainedModel, Checkpoint], policy: CrossingPolicy
 ) -> None:
     """Both policies agree within 1e-4 with transformers' forward."""
@@ -150,11 +150,11 @@ def test_the_policies_differ_after_a_crossing(
     window = window_of(2)
     nll = {
         policy: torch.tensor(outcome(pair[1], policy, window).nll)
-        for policy in ("pinned", "grow", "grow-exact", "stale")
+        for policy in ("fixed", "grow", "grow-exact", "stale")
     }
     assert float((nll["stale"] - nll["grow"]).abs().max()) > 1e-2
-    assert float((nll["grow"] - nll["pinned"]).abs().max()) > 1e-2
-    assert torch.equal(nll["grow-exact"], nll["pinned"])
+    assert float((nll["grow"] - nll["fixed"]).abs().max()) > 1e-2
+    assert torch.equal(nll["grow-exact"], nll["fixed"])
 
 
 def test_stale_keys_are_those_of_any_engine_where_the_table_does_not_change(
@@ -194,7 +194,7 @@ def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: CrossingWin
 def test_windows_do_not_depend_on_those_beside_them(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """Three windows together answer as each alone, under every policy but pinned."""
+    """Three windows together answer as each alone, under every policy but fixed."""
     windows = []
     for number in range(3):
         window = window_of(2)
@@ -239,15 +239,15 @@ def test_text_that_is_too_short_is_refused_with_the_numbers(embedded: Checkpoint
 
 
 def test_the_needle_is_found_where_the_table_is_right(embedded: Checkpoint) -> None:
-    """Pinned and grow-exact agree; an unknown method is refused by name."""
+    """Fixed and grow-exact agree; an unknown method is refused by name."""
     text = "".join(f"value_{number} = {number * 7919 % 1000}\n" for number in range(400))
     shape = Shape(256, 1, scored_tokens=16)
     sources = draw_sources(embedded.tokenizer, [Document("a", text)], shape, 2, seed=3)
     windows = [lay_out(embedded.tokenizer, source, shape) for source in sources]
-    pinned = run_windows(embedded, "yarn", "pinned", windows)
+    fixed = run_windows(embedded, "yarn", "fixed", windows)
     exact = run_windows(embedded, "yarn", "grow-exact", windows)
-    assert [each.nll for each in pinned] == [each.nll for each in exact]
-    assert [each.found for each in pinned] == [each.found for each in exact]
-    assert any(each.found for each in pinned)
+    assert [each.nll for each in fixed] == [each.nll for each in exact]
+    assert [each.found for each in fixed] == [each.found for each in exact]
+    assert any(each.found for each in fixed)
     with pytest.raises(EvalError, match="method sideways: rope_type: must be one of"):
         run_windows(embedded, "sideways", "grow", windows)

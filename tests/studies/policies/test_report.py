@@ -47,9 +47,9 @@ def outcome(nll: float, *, found: bool, decode_s: float = 1.0) -> Outcome:
 
 def two_policies() -> dict[tuple[str, int, CrossingPolicy], list[Outcome]]:
     """Three windows: stale is 1 worse everywhere and misses one needle."""
-    pinned = [outcome(nll, found=True) for nll in (1.0, 2.0, 6.0)]
+    fixed = [outcome(nll, found=True) for nll in (1.0, 2.0, 6.0)]
     stale = [outcome(nll, found=nll != 3.0, decode_s=2.0) for nll in (2.0, 3.0, 7.0)]
-    return {("yarn", 1, "pinned"): pinned, ("yarn", 1, "stale"): stale}
+    return {("yarn", 1, "fixed"): fixed, ("yarn", 1, "stale"): stale}
 
 
 def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
@@ -64,11 +64,11 @@ def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
 
 def test_differences_are_taken_window_by_window() -> None:
     """The intervals of the levels overlap widely, but the difference is certain."""
-    pinned, stale = rows_of(two_policies())
-    assert pinned["perplexity"].value == pytest.approx(math.exp(3.0))
-    assert stale["perplexity"].low < pinned["perplexity"].high
+    fixed, stale = rows_of(two_policies())
+    assert fixed["perplexity"].value == pytest.approx(math.exp(3.0))
+    assert stale["perplexity"].low < fixed["perplexity"].high
     (difference,) = differences_of(two_policies())
-    assert (difference["policy"], difference["against"]) == ("stale", "pinned")
+    assert (difference["policy"], difference["against"]) == ("stale", "fixed")
     assert (difference["nll"].low, difference["nll"].high) == pytest.approx((1.0, 1.0))
     assert (difference["num_found_only_here"], difference["num_found_only_there"]) == (0, 1)
     assert difference["decode_time"] == 2.0
