@@ -19,6 +19,7 @@ import click
 import httpx
 
 _FIRST = 16  # tokens that are compared
+_LONGEST_PROMPT = 512  # tokens, and at most half of the trained length
 _ROPE: dict[str, dict[str, str] | None] = {"default": None, "none": {"rope_type": "default"}}
 
 
@@ -81,7 +82,7 @@ def changed_answers(server: Server, policies: Sequence[str], num_prompts: int) -
     rng = random.Random(server.seed)  # noqa: S311  # no secret
     prompts = []
     for _ in range(num_prompts):
-        size = rng.randint(16, max(16, server.native_len // 2))
+        size = rng.randint(16, max(16, min(_LONGEST_PROMPT, server.native_len // 2)))
         begin = rng.randrange(max(1, len(server.text_ids) - size))
         prompts.append(server.text_ids[begin : begin + size])
     untouched = [server.first_tokens(each, _FIRST, "none") for each in prompts]

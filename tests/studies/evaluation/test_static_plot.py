@@ -81,20 +81,44 @@ def test_without_all_three_lines_there_is_no_picture(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_picture_of_the_readme_has_the_numbers_of_its_pages() -> None:
-    """It is not older than the table that was measured by the same command without needles."""
-    found = numbers(ROOT / "docs/images/static-scaling.png")
-    table = (ROOT / "docs/long-context.md").read_text().partition("Perplexity, by context")[2]
+def shown_in(text: str, row: str) -> list[float]:
+    """The perplexities of a table's row, without their intervals."""
+    cells = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", text, re.MULTILINE)
+    assert cells is not None
+    return [float(each.split(" [")[0].replace(",", "")) for each in cells[1].split(" | ")]
+
+
+@pytest.mark.parametrize(
+    ("picture", "section"),
+    [
+        ("static-scaling.png", "## Against context length"),
+        ("smollm2-static.png", "## By position, or one table"),
+    ],
+)
+def test_a_picture_has_the_numbers_of_its_table(picture: str, section: str) -> None:
+    """It is not older than the table that was measured by the same command."""
+    found = numbers(ROOT / "docs/images" / picture)
+    page = (ROOT / "docs/long-context.md").read_text().partition(section)[2]
+    table = page.partition("Perplexity, by context")[2]
     for name, row in (("none", "none"), ("fixed", "yarn fixed"), ("fitting", "yarn by_position")):
-        cells = re.search(rf"^\| {row} \| (.*) \|$", table, re.MULTILINE)
-        assert cells is not None
-        shown = [float(each.replace(",", "")) for each in cells[1].split(" | ")]
-        assert shown == pytest.approx(found[name], rel=2e-3)
-    readme = (ROOT / "README.md").read_text()
+        assert shown_in(table, row) == pytest.approx(found[name], rel=5e-3)
+
+
+def test_pages_say_what_their_pictures_show() -> None:
+    """README has the picture of a real model, and the embedded model's page has its own."""
+    found = numbers(ROOT / "docs/images/static-scaling.png")
+    page = (ROOT / "docs/embedded-model.md").read_text()
     at = found["context_lens"].index(256)
-    assert f"{100 * (found['fixed'][at] / found['fitting'][at] - 1):.0f} % higher at 256" in readme
-    assert f"perplexity is {found['none'][2]:.0f} at twice" in readme
-    assert f"and {found['none'][-1]:,.0f} at eight times" in readme
+    assert f"{100 * (found['fixed'][at] / found['fitting'][at] - 1):.0f} % higher at 256" in page
+    assert f"perplexity is {found['none'][2]:.0f} at twice" in page
+    assert f"and {found['none'][-1]:,.0f} at eight times" in page
+    found = numbers(ROOT / "docs/images/smollm2-static.png")
+    readme = (ROOT / "README.md").read_text()
+    within = range(found["context_lens"].index(8192) + 1)
+    added = [100 * (found["fixed"][at] / found["fitting"][at] - 1) for at in within]
+    assert f"it is {min(added):.0f} to {max(added):.0f} % higher at 512 to 8,192" in readme
+    at = found["context_lens"].index(16384)
+    assert f"perplexity is {found['none'][at]:,.0f} at twice" in readme
 
 
 def test_the_numbers_beside_other_servers_are_those_of_the_results() -> None:
