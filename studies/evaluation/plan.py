@@ -10,6 +10,7 @@ from ropewalk.server.settings.sections import DeploymentEntry
 from ropewalk.studies.harness.eval_run import EvalError
 from ropewalk.studies.harness.options import (
     COUNT,
+    FACTOR,
     FILE,
     MANY,
     EvalOptions,
@@ -40,7 +41,7 @@ PLACED: dict[str, dict[str, Any]] = {
 POLICIES = ("fixed", "by_position", "grow")
 FITTING = ("by_position", "grow")  # their tables follow the length
 _MOST_TARGETS = 128  # of a window, the default max
-_WINDOWS_AT_AN_END = 8  # of a text that is read once, before each length
+_WINDOWS_AT_AN_END = 32  # of a text that is read once, before each length
 _SHORTEST = 64  # tokens: needles, their question and some text
 
 
@@ -78,6 +79,11 @@ class LengthOptions(EvalOptions):
         "grow (each length's own). Default: the first two.",
         Names({**{each: each for each in POLICIES}, **OTHER_POLICY_NAMES}),
         POLICIES[:2],
+    )
+    rope_factor: float | None = option(
+        "The factor of scaled methods. Default: that of the longest context, over the trained "
+        "length. A larger one measures what a deployment for longer contexts does at these.",
+        FACTOR,
     )
     native_len: int | None = option(
         "The trained length, if it shall be less than the checkpoint's. Tiers begin there, and a "
@@ -162,6 +168,7 @@ class LengthPlan:
     depths: tuple[float, ...]  # of needles, 0 to 1
     seed: int
     is_native_len_stated: bool = False  # not the checkpoint's own
+    least_factor: float = 1.0  # of scaled methods
     chat: bool = False  # whether needles are asked for in a chat
     prefixes: bool = False  # whether a length's context is the beginning of the longest one's
     suggested_lens: tuple[int, ...] = ()  # the lengths to suggest a deployment for
@@ -175,7 +182,7 @@ class LengthPlan:
 
     @property
     def factor(self) -> float:
-        return max(1.0, self.longest / self.native_len)
+        return max(1.0, self.longest / self.native_len, self.least_factor)
 
     def windows_at(self, context_len: int) -> int:
         """Return the number of windows before a length of a text that is read once."""
@@ -251,6 +258,7 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
         depths=options.depths,
         seed=options.seed,
         is_native_len_stated=options.native_len is not None,
+        least_factor=options.rope_factor or 1.0,
         chat=options.chat and not options.tasks,
         prefixes=options.prefixes and not options.tasks,
         suggested_lens=options.suggest,

@@ -282,6 +282,7 @@ def _tell_cost(
         f"{100 * (ratio.value - 1):+.0f} %{spread}",
         (fixed.context_len, math.sqrt(math.prod(values))), xytext=(-6, 0),
         textcoords="offset points", ha="right", va="center", color=_DARK,
+        bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1},
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import click
 
 COUNT = click.IntRange(min=1)
 MANY = click.IntRange(min=0)
+FACTOR = click.FloatRange(min=1)
 FILE = click.Path(path_type=Path)
 _Command = Callable[..., None]
 
