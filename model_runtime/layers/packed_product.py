@@ -17,8 +17,9 @@ These results were measured with torch 2.13 and oneDNN 3.12 on AVX2, on AVX-512 
 AVX512_BF16 alone. They cover 1 to 16 threads, widths 64 to 11,008 and 1 to 1,024 rows. A part is
 repeated in tests/model_runtime/layers/test_packed_linear.py:
 - If a weight is packed for several rows, all counts of rows from two up give the same bits, in bf16
-  up to 32. With inputs wider than 1,024, one row alone gives other bits, so a single row is then
-  computed twice. With AVX2, one row alone gives the same bits, too.
+  up to 32. With inputs wider than 1,024, and in bf16 with AVX-512 but without AVX512_BF16, one row
+  alone gives other bits, so a single row is then computed twice. With AVX2, one row alone gives the
+  same bits, too.
 - In bf16, products of more than 32 rows give the same bits without AMX. With AMX, their blocking
   differs from size to size. So sizes above 32 are tried when the model is packed.
 - oneDNN keeps code for every count of rows it has seen. It takes 2 MiB and more for the counts of a
@@ -193,7 +194,8 @@ class PackedProduct:
         self._dtype = dtype
         self.way = workshop.way
         self._num_threads = torch.get_num_threads()
-        self._small = SMALL_SIZES[1 if num_inputs > _WIDEST_SINGLE_ROW else 0 :]
+        is_alike = num_inputs <= _WIDEST_SINGLE_ROW and dtype == torch.float32
+        self._small = SMALL_SIZES[0 if is_alike else 1 :]
         self._panels = self._many = None
 
     def _try(self, workshop: Workshop, *, has_bias: bool) -> None:

@@ -54,7 +54,8 @@ def test_a_proportional_table_is_scaled_on_its_rotating_pairs(engines: EngineFac
     untouched = tiny_model("gemma4_text")
     checkpoint = checkpoint_of(tiny_model("gemma4_text"))
     engine = engines.over(checkpoint, max_model_len=256)
-    deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    yarn_4 = {"rope_type": "yarn", "factor": 4.0}
+    deployment = deployment_of(checkpoint, rope_scaling=yarn_4, rope_policy="grow")
     generator = torch.Generator().manual_seed(6)
     prompt = torch.randint(checkpoint.vocab_size, (256,), generator=generator).tolist()
     assert deployment.place(RopeRequest(), len(prompt), 0).tier.factor == 4.0
