@@ -117,11 +117,6 @@ class NativeRope:
         return not isinstance(self.method.scaling, Unscaled)
 
     @property
-    def reach(self) -> int:
-        """Return the tokens that the checkpoint's own table serves: L, or more if it was added."""
-        return max(self.native_len, round(self.method.factor * self.method.native_len))
-
-    @property
     def trained(self) -> "NativeRope":
         """Return the tables that the model was trained with, without a block that was added."""
         return self if self.added_block is None else self.without_scaling()

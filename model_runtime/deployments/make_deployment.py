@@ -209,7 +209,7 @@ def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
                 f"needs a rope_policy such as {DEFAULT_POLICY}: the checkpoint was trained with "
                 f"{rope_type}, and is served under its one table",
             )
-        tiers = (native_tier(native, native.reach),)
+        tiers = (native_tier(native, native.native_len),)
     return (
         method,
         policy,
