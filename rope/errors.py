@@ -21,7 +21,7 @@ ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope
 SWITCHING = ("longrope", "dynamic")  # their checkpoints change the table by length themselves
 POSITION_METHODS = ("native", "dual_chunk", "rerope", "self_extend", "string", "sinks")
 
-# What chooses a request's tier: the tokens that are there, or under `fixed` the operator.
+# The tokens that are there choose a request's tier, or under `fixed` the operator does.
 Policy = Literal["by_position", "grow", "grow-exact", "fixed"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 # Release 0.1 chose the tier of `pinned` by max_tokens. Without that, it is `grow`.

@@ -31,7 +31,7 @@ from ropewalk.rope import (
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 # docs/long-context.md has the measurements behind it.
 DEFAULT_POLICY: Policy = "by_position"
-# Of checkpoints that switch by length themselves: their tables were trained for whole prompts.
+# Checkpoints that switch by length themselves were trained with one table for a whole prompt.
 _SWITCHING_POLICY: Policy = "grow"
 
 

@@ -26,17 +26,8 @@ from ropewalk.studies.ruler.qa import QA_FLAGS
 _OptionsT = TypeVar("_OptionsT", LengthOptions, CrossingOptions)
 _OF_RULER = ("tasks", "num_samples", "squad", "hotpotqa")
 _OF_LENGTHS = (
-    *(
-        "rope_factor",
-        "native_len",
-        "num_windows",
-        "prefixes",
-        "target_tokens",
-        "num_queries",
-        "forms",
-        "chat",
-    ),
-    *("depths", "suggest"),
+    *("rope_factor", "native_len", "num_windows", "prefixes", "target_tokens"),
+    *("num_queries", "forms", "chat", "depths", "suggest"),
 )
 
 

@@ -67,7 +67,8 @@ class Names(Listed):
         for name in asked:
             if name not in self._accepted:
                 raise Refusal(f"{flag} must be of {', '.join(self._accepted)}; got {name!r}")
-        return (value for name, value in self._accepted.items() if name in asked)
+        # Two names may have one value.
+        return dict.fromkeys(value for name, value in self._accepted.items() if name in asked)
 
 
 class SteppedNames(Names):

@@ -82,7 +82,7 @@ def test_a_policy_scales_trained_in_scaling_by_length_with_a_warning(policy: Pol
 def test_a_block_that_was_added_scales_by_length(
     block: dict[str, Any], max_len: int, *, is_added: bool
 ) -> None:
-    """A YaRN block that reaches beyond max_position_embeddings was trained by nobody."""
+    """A YaRN block that reaches beyond max_position_embeddings was added after training."""
     native = native_rope(
         {"max_position_embeddings": max_len, "head_dim": 16, "rope_scaling": block}
     )
