@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -49,11 +50,36 @@ class Tokenizer:
 
         Raises RequestError, which names the request's field `param`, for invalid Unicode.
         """
+        return list(self._encoding(text, add_special_tokens, param).ids)
+
+    def encode_at_most(
+        self, text: str, most: int, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> tuple[int, ...] | None:
+        """Return the token ids of a text, or None if there are more than `most`.
+
+        A text far beyond `most` is judged by its beginning. Raises RequestError as `encode` does.
+        """
+        size = 2 * most
+        while size < len(text):
+            # The cut may be inside a word, so a beginning has to exceed the limit by a margin.
+            beginning = self._encoding(text[:size], add_special_tokens, param)
+            if len(beginning) > most + most // 4 + self.longest_token:
+                return None
+            size *= 4
+        encoding = self._encoding(text, add_special_tokens, param)
+        return tuple(encoding.ids) if len(encoding) <= most else None
+
+    def _encoding(self, text: str, add_special_tokens: bool, param: str) -> Encoding:  # noqa: FBT001
+        """Encode a text. Raises RequestError for invalid Unicode."""
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            # Of the library's calls, only those of a batch leave the interpreter to other threads.
+            # This one also computes no offsets, and takes two thirds of the time.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
-        return list(encoding.ids)
+        return encoding
 
     def leading_special_ids(self) -> tuple[int, ...]:
         """Return the special tokens before every text; some tokenizers also add some after it."""
@@ -63,8 +89,9 @@ class Tokenizer:
         return tuple(whole[: starts[0]]) if starts else ()
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        """Return the text of tokens; other threads go on meanwhile."""
+        (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         r"""Return one token as in OpenAI logprobs: text, or `bytes:\xe2` for a partial character.

@@ -130,11 +130,15 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def token_ids(self, output: Output) -> list[int] | None:
         return list(output.token_ids) if self.body.return_token_ids else None
 
+    def shows_prompt(self, index: int) -> bool:
+        """Return whether the next event of a choice has the prompt's tokens."""
+        return bool(self.body.return_token_ids) and not self.choices[index].has_told_prompt
+
     def prompt_token_ids(self, index: int) -> list[int] | None:
         """Return the tokens of a choice's prompt at the first call, if the body asks for them."""
-        state = self.choices[index]
-        if not self.body.return_token_ids or state.has_told_prompt:
+        if not self.shows_prompt(index):
             return None
+        state = self.choices[index]
         state.has_told_prompt = True
         return list(state.request.prompt_ids)
 
@@ -287,7 +291,7 @@ class ChunkAnswer(HttpAnswer[BodyT]):
             prompt = index // self.body.num_answers
             progress = PromptProgressAnswer.of(prompt, output.progress)
             return event(self.event_body([], progress=progress))
-        if output.prompt_logprobs:  # as large as a whole answer
+        if output.prompt_logprobs or self.shows_prompt(index):  # as large as a whole answer
             return await asyncio.to_thread(self._piece_event, index, output)
         state = self.choices[index]
         scaling = (output.tier, output.num_rescales)

@@ -229,6 +229,9 @@ class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, An
             return self.readers[index].finish_reason(output)
         return finish_reason(output)
 
+    def shows_prompt(self, index: int) -> bool:  # noqa: ARG002  # all choices have one prompt
+        return super().shows_prompt(0)
+
     def own_fields(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompt_token_ids(0)}
 
