@@ -269,9 +269,6 @@ class Reservation:
             prompts = [prompt[-num_last:] for prompt in prompts]
         if body.shows_special:
             shown_ids |= frozenset(self.service.tokenizer.special_ids.values())
-        for prompt in prompts:
-            # A tokenizer may have more tokens than the model has rows.
-            self.service.check_token_id(max(prompt, default=0), body.prompt_field)
         if masked_id is not None:
             masked = (masked_id, BARRED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
@@ -281,6 +278,9 @@ class Reservation:
             for prompt in prompts
             for request in self._requests(prompt, sampling, grammar, shown_ids, seeds)
         ]
+        for prompt in prompts:  # none is too long; the maximum of a million takes 25 ms
+            # A tokenizer may have more tokens than the model has rows.
+            self.service.check_token_id(max(prompt, default=0), body.prompt_field)
         if predicted_ids:
             predicted = self._predicted(predicted_ids)
             requests = [replace(each, prediction_ids=predicted) for each in requests]
