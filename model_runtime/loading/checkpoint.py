@@ -338,7 +338,7 @@ def prepare_model(
         plans,
         native,
         tokenizer,
-        eos_token_ids,
+        frozenset(each for each in eos_token_ids if 0 <= each < vocab_size),
         sampling_defaults,
         vocab_size,
         parameter.dtype,

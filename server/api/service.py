@@ -188,10 +188,14 @@ class Service:
         return max(self.max_len, _LONGEST_TEXT)
 
     def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the start of a text and after a space."""
+        """Return the tokens of each word at the start of a text and after a space.
+
+        A word with a token that the model has no row for is left out: it cannot come.
+        """
         spelt = (each for word in words for each in spellings(word))
         encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
-        return tuple(dict.fromkeys(ids for each in spelt if (ids := tuple(encode(each)))))
+        found = dict.fromkeys(tuple(encode(each)) for each in spelt)
+        return tuple(ids for ids in found if ids and max(ids) < self.vocab_size)
 
     def check_length(self, num_characters: int, param: str) -> None:
         """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
@@ -269,7 +273,7 @@ class Reservation:
             prompts = [prompt[-num_last:] for prompt in prompts]
         if body.shows_special:
             shown_ids |= frozenset(self.service.tokenizer.special_ids.values())
-        if masked_id is not None:
+        if masked_id is not None and masked_id < self.service.vocab_size:
             masked = (masked_id, BARRED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
         seeds = Seeds()

@@ -126,7 +126,7 @@ def _fingerprint(
         return None
     from ropewalk.server.startup.fingerprint import make_fingerprint  # noqa: PLC0415  # rare
 
-    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer)
+    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer, loaded.served.vocab_size)
     config = loaded.served.plan.config
     # Now, because a router sends no request to a server that is ready and has none.
     on_phase("hashing the weights")
@@ -144,7 +144,7 @@ def load_served(
     check_native = partial(plan_deployments, settings)
     ranks = _ranks(settings)
     checkpoint = load_model(settings, on_phase, on_bytes, check_native, ranks)
-    template, formats = _chat_of(settings, checkpoint.tokenizer)
+    template, formats = _chat_of(settings, checkpoint.tokenizer, checkpoint.vocab_size)
     make = ModelRunner if ranks is None else ranks.runner
     plan = plan_serving(settings, facts_of(checkpoint, settings, make))
     served = ServedModel(
@@ -171,7 +171,7 @@ def make_service(
 
     `fingerprint`: of the model, for a router that is trusted.
     """
-    chat_template, chat_formats = _chat_of(settings, tokenizer)
+    chat_template, chat_formats = _chat_of(settings, tokenizer, served.vocab_size)
     factory = MetricFactory()
     output_queue = OutputQueue()
     ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
@@ -202,6 +202,7 @@ def make_service(
             settings.max_schema_bytes,
             settings.grammar_compile_seconds,
             settings.whitespace_pattern,
+            num_rows=served.vocab_size,
         ),
     )
 
@@ -215,10 +216,14 @@ def _ranks(settings: ServeSettings) -> "Ranks | None":
     return Ranks(settings.tensor_parallel_size)
 
 
-def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatFormats]:
+def _chat_of(
+    settings: ServeSettings, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[ChatTemplate, ChatFormats]:
     """Return the chat template and its formats of calls. Raises ModelError or SettingsError."""
     template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
-    return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
+    # A marker whose token the model has no row for can only come as text.
+    special = {text: each for text, each in tokenizer.special_ids.items() if each < vocab_size}
+    return template, find_formats(template, special, settings.tool_format)
 
 
 def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
