@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import PromptProgress, SamplingParams
+from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 from ropewalk.server.api.rope_schema import INT64, RopeField
 from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none
 from ropewalk.server.api.structured_schema import AnswerFields
@@ -62,12 +63,12 @@ class GenerationRequest(AnswerFields):
     schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
     model: str | None = Field(None, max_length=256)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT64)
-    min_p: float | None = Field(None, ge=0, le=1)
+    temperature: float | None = Field(None, **SAMPLING_LIMITS["temperature"].bounds)
+    top_p: float | None = Field(None, **SAMPLING_LIMITS["top_p"].bounds)
+    top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds)
+    min_p: float | None = Field(None, **SAMPLING_LIMITS["min_p"].bounds)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    repetition_penalty: float | None = Field(None, **SAMPLING_LIMITS["repetition_penalty"].bounds)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (

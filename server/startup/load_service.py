@@ -304,6 +304,7 @@ def _banner(
             *describe(plan),
             *limit_lines(settings),
             *chat_lines,
+            *(line for each in checkpoint.left_out for line in warning_lines(each)),
             computing_line(checkpoint.products, described(checkpoint.device), bits),
             draft_line(
                 settings.max_draft_tokens,

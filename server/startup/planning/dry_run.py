@@ -13,6 +13,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 )
 from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
+from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -66,6 +67,7 @@ class Outlook:
     low_bits: Storage | None  # of weights in few bits; None: all are floats
     template: str  # of chats
     template_problem: str | None  # on a plain conversation
+    left_out: tuple[str, ...] = ()  # a sentence for each value of its files that is not used
     advice: str | None = None  # if a context does not fit the memory
 
 
@@ -160,7 +162,8 @@ def outlook_of(settings: ServeSettings) -> Outlook:
         lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
     )
     chats = template.text, template.plain_problem
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, advice)
+    left_out = generation_of(outline).left_out
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, left_out, advice)
 
 
 def _advised_plan(
@@ -346,6 +349,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
         *warning_lines(outlook.template_problem),
+        *(line for each in outlook.left_out for line in warning_lines(each)),
         computing_line(products, attention, "the self-check tells"),
         draft_line(
             settings.max_draft_tokens,
