@@ -80,7 +80,7 @@ Two things are not in such files. Llama's converter drops the sliding window of 
 
 ## Tokenizer
 
-Vocabulary, merges, special tokens and the chat template come from the file. `tokenizer.ggml.pre` decides how text is split before it is merged. Unknown values are refused, because another split gives other tokens. Read are byte-level vocabularies (`gpt2`) and sentencepiece's with scores (`llama`). Values of `tokenizer.ggml.pre` for byte-level vocabularies: {pre}.
+Vocabulary, merges, special tokens and the [chat templates](api.md#post-v1chatcompletions) come from the file. `tokenizer.ggml.pre` decides how text is split before it is merged. Unknown values are refused, because another split gives other tokens. Read are byte-level vocabularies (`gpt2`) and sentencepiece's with scores (`llama`). Values of `tokenizer.ggml.pre` for byte-level vocabularies: {pre}.
 
 An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests, within [their limits](api.md#post-v1completions).
 

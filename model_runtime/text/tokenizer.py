@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from ropewalk.model_runtime.errors import ModelError, RequestError
-from ropewalk.model_runtime.text.chat_template import own_template
+from ropewalk.model_runtime.text.chat_template import own_templates
 
 
 class Tokenizer:
@@ -130,9 +130,9 @@ class Tokenizer:
         """Return the whole tokenizer as tokenizer.json text, and the number of its ids."""
         return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
 
-    def own_template(self) -> str | None:
-        """Return the tokenizer's chat template; None if it has none. Raises ModelError."""
-        return own_template(self._tokenizer)
+    def own_templates(self) -> dict[str, str]:
+        """Return the tokenizer's chat templates by their names. Raises ModelError."""
+        return own_templates(self._tokenizer)
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:

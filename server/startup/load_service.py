@@ -220,7 +220,7 @@ def _chat_of(
     settings: ServeSettings, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[ChatTemplate, ChatFormats]:
     """Return the chat template and its formats of calls. Raises ModelError or SettingsError."""
-    template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+    template = chat_template_of(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
     # A marker whose token the model has no row for can only come as text.
     special = {text: each for text, each in tokenizer.special_ids.items() if each < vocab_size}
     return template, find_formats(template, special, settings.tool_format)

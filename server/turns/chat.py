@@ -26,7 +26,7 @@ from ropewalk.server.turns.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, checked_variables, prepare
+from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, prepare
 from ropewalk.server.turns.part_answer import Part, PartAnswer
 from ropewalk.server.turns.tool_schema import (
     AnswerCall,
@@ -44,7 +44,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
         async with service.reserve(body, service.chat_template.stop) as reservation:
-            turn = _turn(service, body)
+            turn = _turn(body)
             try:
                 prepared = await prepare(service, turn)
             except ToolSchemaError as error:
@@ -69,14 +69,15 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-def _turn(service: Service, body: ChatRequest) -> ChatTurn:
-    """Return what a body asks of the model. Raises RequestError."""
+def _turn(body: ChatRequest) -> ChatTurn:
+    """Return what a body asks of the model."""
     return ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         add_special_tokens=bool(body.add_special_tokens),
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
+        documents=body.documents,
         reasoning_effort=body.reasoning_effort,
         tools=[tool.tool() for tool in body.tools or ()],
         choice=call_choice(body.tool_choice),

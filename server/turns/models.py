@@ -17,6 +17,7 @@ from ropewalk.server.api.rope_schema import PositionsField
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
 from ropewalk.server.turns.chat_schema import (
+    Documents,
     Messages,
     ReasoningEffort,
     TemplateVariables,
@@ -24,7 +25,7 @@ from ropewalk.server.turns.chat_schema import (
     problems_of_opening,
     problems_of_results,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prompt_ids, render
+from ropewalk.server.turns.chat_turn import ChatTurn, prompt_ids, render
 from ropewalk.server.turns.tool_schema import ToolChoiceField, call_choice, problems_of_choice
 
 _PIECE = 65536  # tokens; writing them takes some 5 ms
@@ -96,7 +97,7 @@ class ModelList(Body):
 
 _OF_MESSAGES = (
     *("tools", "tool_choice", "reasoning_effort", "continue_final_message"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "documents"),
 )
 
 
@@ -115,6 +116,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    documents: Documents | None = None
     # Default: as the route does that generates: added to a prompt, not to messages.
     add_special_tokens: bool | None = None
 
@@ -205,7 +207,8 @@ async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
         continue_final_message=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
+        documents=body.documents,
         tools=[tool.tool() for tool in body.tools or ()],
         choice=call_choice(body.tool_choice),
     )

@@ -27,9 +27,9 @@ from ropewalk.model_runtime.loading.model_config import (
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
-    plain_template,
+    plain_templates,
     refuse_absent,
-    written_template,
+    written_templates,
 )
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import bytes_per_state
@@ -114,12 +114,10 @@ def refuse_before_listening(settings: ServeSettings) -> None:
 def _refuse_chats_and_deployments(settings: ServeSettings, outline: ModelConfig) -> None:
     """Raise ModelError or SettingsError for a wrong chat template, wrong deployments, or both."""
     source = Path(outline.source)
-    written = written_template(source) if source.is_dir() else None
+    written = written_templates(source) if source.is_dir() else None
     problems = Problems()
     if written is not None or settings.chat_template is not None:
-        problems.tried(
-            lambda: _tried_template(settings, lambda: None if written is None else written[0])
-        )
+        problems.tried(lambda: _tried_template(settings, lambda: written or {}))
     problems.tried(lambda: plan_deployments(settings, outline.native()))
     problems.refuse()
 
@@ -251,7 +249,7 @@ def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | N
 
 def _tried_template(
     settings: ServeSettings,
-    own: Callable[[], str | None],
+    own: Callable[[], Mapping[str, str]],
     special_tokens: Mapping[str, str] | None = None,
 ) -> ChatTemplate:
     """Return the chat template, after a few conversations. Raises ModelError or SettingsError."""
@@ -265,18 +263,18 @@ def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
     """Return the template of chats, read without transformers if the tokenizer is a plain one."""
     source = Path(outline.source)
     if isinstance(outline.config, PlainConfig) or source.is_file():  # a file in GGUF
-        found = plain_template(source)
+        found = plain_templates(source)
         if found is not None:
-            template = _tried_template(settings, lambda: found[0])
+            template = _tried_template(settings, lambda: found)
             if template.plain_problem is None:
                 return template
             # The special tokens, which only a whole tokenizer tells, may be all that it lacks.
             if source.is_file():
-                return _tried_template(settings, lambda: found[0], _special_tokens(source))
+                return _tried_template(settings, lambda: found, _special_tokens(source))
     from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
-    return _tried_template(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+    return _tried_template(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
 
 
 def _special_tokens(source: Path) -> Mapping[str, str]:
