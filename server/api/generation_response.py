@@ -210,16 +210,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def usage(self) -> Usage:
         """Return the token counts of every answer; a prompt counts once."""
-        firsts = self.choices[:: self.body.num_answers]
-        prompt = sum(len(state.request.prompt_ids) for state in firsts)
-        generated = sum(state.num_generated for state in self.choices)
-        cached = sum(state.num_cached_tokens for state in firsts)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=generated,
-            total_tokens=prompt + generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
+        return _usage(self.choices[:: self.body.num_answers], self.choices)
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
         """Yield (choice, output) of outputs that are ready.
@@ -302,7 +293,9 @@ class ChunkAnswer(HttpAnswer[BodyT]):
                 )
             return state.text_event.with_text(output.text)
         is_alike = self.body.num_logprobs is None and self.listener is None
-        if is_alike and not (self.body.return_token_ids or self.body.timings_per_token):
+        body = self.body
+        differs = body.return_token_ids or body.timings_per_token or body.includes_usage_in_each
+        if is_alike and not differs:
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
@@ -312,8 +305,11 @@ class ChunkAnswer(HttpAnswer[BodyT]):
         return [self.piece(index, output)]
 
     def _piece_event(self, index: int, output: Output) -> bytes:
-        found = self.pieces(index, output)
-        return b"".join([event(self.event_body([piece])) for piece in found])
+        found, usage = self.pieces(index, output), None
+        if self.body.includes_usage_in_each:
+            state = self.choices[index]
+            usage = _usage([state], [state])
+        return b"".join([event(self.event_body([piece], usage=usage)) for piece in found])
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
@@ -327,6 +323,19 @@ async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
         return await until_disconnect(http, answer.whole())
     finally:
         answer.close()
+
+
+def _usage(prompts: Sequence[ChoiceState], choices: Sequence[ChoiceState]) -> Usage:
+    """Return the token counts of some choices; `prompts` has one choice of each prompt."""
+    num_prompt = sum(len(state.request.prompt_ids) for state in prompts)
+    num_generated = sum(state.num_generated for state in choices)
+    num_cached = sum(state.num_cached_tokens for state in prompts)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
 
 
 def finish_reason(output: Output) -> str | None:

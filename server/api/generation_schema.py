@@ -23,6 +23,12 @@ class StreamOptions(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="With `include_usage`, each event with a choice has the token counts of that "
+        "choice so far (vLLM's field).",
+        examples=[True],
+    )
     include_obfuscation: bool | None = None
 
 
@@ -206,6 +212,11 @@ class GenerationRequest(AnswerFields):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_in_each(self) -> bool:
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())

@@ -244,7 +244,7 @@ class LimitSettings(Section):
         ge=1,
     )
     max_stop_strings: int = setting(
-        4, "Most stop strings of a request.", unit="strings", ge=0, le=64
+        64, "Most stop strings of a request.", unit="strings", ge=0, le=1024
     )
     max_stop_chars: int = setting(256, "Longest stop string.", unit="characters", ge=1, le=4096)
     max_stop_token_ids: int = setting(

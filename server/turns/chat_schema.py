@@ -26,6 +26,7 @@ from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
     AnswerCall,
+    CacheControl,
     CallField,
     DeltaCall,
     ToolChoiceField,
@@ -45,6 +46,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +95,7 @@ class Message(Body):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
