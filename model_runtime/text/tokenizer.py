@@ -1,6 +1,7 @@
 """Convert text to tokens and back with a fast (tokenizers) tokenizer of transformers."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Encoding
@@ -48,9 +49,11 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text, after the special tokens that the model expects.
 
-        Raises RequestError, which names the request's field `param`, for invalid Unicode.
+        A text that begins with these tokens itself has them once. Raises RequestError, which names
+        the request's field `param`, for invalid Unicode.
         """
-        return list(self._encoding(text, add_special_tokens, param).ids)
+        encoding = self._encoding(text, add_special_tokens, param)
+        return self._ids_of(encoding, has_leading=add_special_tokens)
 
     def encode_at_most(
         self, text: str, most: int, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -67,7 +70,9 @@ class Tokenizer:
                 return None
             size *= 4
         encoding = self._encoding(text, add_special_tokens, param)
-        return tuple(encoding.ids) if len(encoding) <= most else None
+        if len(encoding) > most:
+            return None
+        return tuple(self._ids_of(encoding, has_leading=add_special_tokens))
 
     def _encoding(self, text: str, add_special_tokens: bool, param: str) -> Encoding:  # noqa: FBT001
         """Encode a text. Raises RequestError for invalid Unicode."""
@@ -81,12 +86,23 @@ class Tokenizer:
             raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
         return encoding
 
+    def _ids_of(self, encoding: Encoding, *, has_leading: bool) -> list[int]:
+        """Return the tokens, with the special ones at the beginning once."""
+        ids: list[int] = encoding.ids
+        leading = self._leading_ids if has_leading else []
+        num = len(leading)
+        return ids[num:] if num and ids[num : 2 * num] == leading else ids
+
     def leading_special_ids(self) -> tuple[int, ...]:
         """Return the special tokens before every text; some tokenizers also add some after it."""
-        bare = self.encode("a", add_special_tokens=False)
-        whole = self.encode("a")
+        return tuple(self._leading_ids)
+
+    @cached_property
+    def _leading_ids(self) -> list[int]:
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a").ids
         starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
-        return tuple(whole[: starts[0]]) if starts else ()
+        return list(whole[: starts[0]]) if starts else []
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; other threads go on meanwhile."""

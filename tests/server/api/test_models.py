@@ -122,3 +122,22 @@ def test_special_tokens_are_added_to_a_prompt_unless_told(server: Server) -> Non
 
     assert num_prompt_tokens() == num_prompt_tokens(add_special_tokens=True) == 3
     assert num_prompt_tokens(add_special_tokens=False) == 2
+
+
+def test_a_text_with_its_own_bos_token_has_it_once(server: Server) -> None:
+    """Both answers are those of the text without it, with its echo and logprobs."""
+    bos = httpx.get(f"{server.url}/tokenizer_info").json()["bos_token"]
+
+    def answer(prompt: str) -> tuple[object, object]:
+        asked = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+        body = httpx.post(f"{server.url}/v1/completions", json=asked).json()
+        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}).json()["tokens"]
+        return body["choices"], (tokens, body["usage"]["prompt_tokens"])
+
+    assert answer(f"{bos}import os") == answer("import os")
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    counts = [
+        httpx.post(f"{server.url}/tokenize", json={**chat, "add_special_tokens": added}).json()
+        for added in (False, True)
+    ]
+    assert counts[0] == counts[1], "the chat template writes it, too"
