@@ -90,6 +90,7 @@ class Service:
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
+    has_same_bits: bool  # whether an answer has them in any batch
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
     fingerprint: Fingerprint | None = None  # None: no router is trusted

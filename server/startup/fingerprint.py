@@ -67,7 +67,7 @@ def make_fingerprint(
 
 def _facts_of_batches(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, object]:
     """Return what decides bits only where a row's bits depend on the batch, as on a GPU."""
-    if checkpoint.device.type == "cpu" and checkpoint.report.bitwise:
+    if checkpoint.report.bitwise:
         return {}
     return {
         "device": (

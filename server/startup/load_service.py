@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
+from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
@@ -44,6 +44,7 @@ from ropewalk.server.startup.planning.banner_lines import (
     low_bits_text,
     rank_line,
     rounding_text,
+    self_check_line,
     stored_text,
     warning_lines,
 )
@@ -65,6 +66,7 @@ class ServedModel:
     vocab_size: int
     sampling_defaults: Mapping[str, float]
     is_on_gpu: bool
+    has_same_bits: bool  # in any batch
     banner: str
 
 
@@ -153,6 +155,7 @@ def load_served(
         checkpoint.vocab_size,
         checkpoint.sampling_defaults,
         checkpoint.device.type == "cuda",
+        checkpoint.report.bitwise,
         _banner(checkpoint, plan, settings, _chat_lines(template, formats, settings), ranks),
     )
     return LoadedModel(checkpoint, served, ranks)
@@ -180,6 +183,7 @@ def make_service(
     deployments = served.plan.deployments
     return Service(
         is_on_gpu=served.is_on_gpu,
+        has_same_bits=served.has_same_bits,
         settings=settings,
         engine=make_engine(metrics),
         tokenizer=tokenizer,
@@ -273,8 +277,6 @@ def _banner(
     ranks: "Ranks | None",
 ) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
-    exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
-    bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
     if checkpoint.device.type == "cpu":
         where += f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
@@ -305,12 +307,16 @@ def _banner(
             *limit_lines(settings),
             *chat_lines,
             *(line for each in checkpoint.left_out for line in warning_lines(each)),
-            computing_line(checkpoint.products, described(checkpoint.device), bits),
+            computing_line(
+                checkpoint.products,
+                described(checkpoint.device),
+                has_same_bits=checkpoint.report.bitwise,
+            ),
             draft_line(
                 settings.max_draft_tokens,
                 is_on_gpu=checkpoint.device.type == "cuda",
-                is_exact=has_exact_drafts(checkpoint),
+                is_exact=checkpoint.report.bitwise,
             ),
-            f"  self-check       passed; answers are the same in any batch {exact}",
+            self_check_line(has_same_bits=checkpoint.report.bitwise),
         ]
     )

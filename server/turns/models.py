@@ -84,6 +84,7 @@ class Model(Body):
     # Of its answers' bytes, for routers: docs/router.md#servers-that-differ
     fingerprint: str | None = Field(None, exclude_if=is_none)
     arithmetic: str | None = Field(None, exclude_if=is_none)
+    same_bits_in_any_batch: bool  # of an answer; false: within rounding, as on a GPU
     ropewalk: ScalingEntry
     kv_cache: CacheEntry  # which may differ between servers behind a router
 
@@ -229,6 +230,7 @@ def model_router(service: Service) -> APIRouter:
             meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
             fingerprint=None if found is None else found.of_name(deployment),
             arithmetic=None if found is None else found.arithmetic,
+            same_bits_in_any_batch=service.has_same_bits,
             ropewalk=ScalingEntry(
                 original_max_position_embeddings=deployment.original_len,
                 rope_type=deployment.rope_type,

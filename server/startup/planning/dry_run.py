@@ -300,7 +300,9 @@ def _rank_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     if outlook.rank_weight_bytes is None:
         return []
     size, cache_bytes = settings.tensor_parallel_size, outlook.plan.rank_cache_bytes
-    return [rank_line(size, "a load tells their bits", outlook.rank_weight_bytes, cache_bytes)]
+    is_on_cpu = outlook.outline.device.type == "cpu"
+    bits = "a load tells their bits" if is_on_cpu else "within rounding"
+    return [rank_line(size, bits, outlook.rank_weight_bytes, cache_bytes)]
 
 
 def _chat_line(settings: ServeSettings, template: str) -> list[str]:
@@ -336,6 +338,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         memory += f", of {size_text(machine.total)} ({size_text(machine.free)} are free now)"
     elif settings.kv_cache_gib is None and settings.kv_cache_tokens is None:
         memory += " (estimated: `serve` runs a step of the model and sizes the cache by that)"
+    is_on_gpu = outline.device.type == "cuda"
+    has_same_bits = False if is_on_gpu else None  # on a CPU the self-check tells
     return [
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
@@ -348,12 +352,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *_chat_line(settings, outlook.template),
         *warning_lines(outlook.template_problem),
         *(line for each in outlook.left_out for line in warning_lines(each)),
-        computing_line(products, attention, "the self-check tells"),
-        draft_line(
-            settings.max_draft_tokens,
-            is_on_gpu=outline.device.type == "cuda",
-            is_exact=False if outline.device.type == "cuda" else None,
-        ),
+        computing_line(products, attention, has_same_bits=has_same_bits),
+        draft_line(settings.max_draft_tokens, is_on_gpu=is_on_gpu, is_exact=has_same_bits),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

@@ -15,6 +15,7 @@ def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     assert model.model_extra is not None
     assert model.model_extra["max_model_len"] == 2048
     assert model.model_extra["meta"] == {"n_ctx": 2048, "n_ctx_train": 256}
+    assert model.model_extra["same_bits_in_any_batch"] is True, "on a CPU"
     about = model.model_extra["ropewalk"]
     assert about.pop("allowed_rope_types")[:2] == ["default", "dynamic"]
     assert [tuple(each.values()) for each in about.pop("tiers")] == [
