@@ -117,6 +117,7 @@ def load_service(
         keys=keys,
         fingerprint=_fingerprint(settings, loaded, on_phase),
     )
+    service.grammars.prepare()  # now, because it would stop the streams of other clients
     return service, loaded.served.banner
 
 
