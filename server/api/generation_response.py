@@ -122,7 +122,9 @@ class HttpAnswer(ABC, Generic[BodyT]):
         placement = request.placement
         tier = output.tier or placement.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
-        if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
+        is_bounded = request.sampling.max_tokens == self.service.max_new_tokens
+        is_open = self.body.asked_max_tokens is None and not is_bounded
+        if is_open and output.finish_reason is FinishReason.LENGTH:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         num_positions = request.positions_with(state.num_generated)
         return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)

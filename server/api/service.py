@@ -84,13 +84,14 @@ class Service:
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
-    sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
+    sampling_defaults: Mapping[str, float]  # for fields that a request leaves out
     max_len: int  # positions of the longest sequence of any deployment
     cache_bytes: Mapping[str, int]  # of the KV cache, by part
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
     has_same_bits: bool  # whether an answer has them in any batch
+    max_new_tokens: int | None = None  # of every answer; None: any number
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
     fingerprint: Fingerprint | None = None  # None: no router is trusted
@@ -303,8 +304,14 @@ class Reservation:
         """Return how many last tokens of a prompt are kept; -1 asks for those that fit."""
         if asked != -1:
             return asked
-        room = self.deployment.longest_prompt(self._rope, self.body.asked_max_tokens)
+        room = self.deployment.longest_prompt(self._rope, self._max_tokens)
         return max(1, room)
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Return max_tokens of the body within the operator's bound; None: the body has none."""
+        asked, most = self.body.asked_max_tokens, self.service.max_new_tokens
+        return asked if asked is None or most is None else min(asked, most)
 
     @property
     def _rope(self) -> RopeRequest:
@@ -349,13 +356,16 @@ class Reservation:
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment, rope = self.body, self.deployment, self._rope
-        max_tokens, most = body.asked_max_tokens, f"`{body.max_tokens_field}`"
+        max_tokens, most = self._max_tokens, f"`{body.max_tokens_field}`"
         # Placed first, so that a prompt which is too long is refused for its length.
         if max_tokens is None:
-            max_tokens, placement = deployment.place_open(rope, len(prompt))
+            bound = self.service.max_new_tokens
+            max_tokens, placement = deployment.place_open(rope, len(prompt), bound)
             most = "the answer's room in the longest context"
         else:
             placement = deployment.place(rope, len(prompt), max_tokens)
+        if max_tokens == self.service.max_new_tokens:
+            most = "the server's max_new_tokens"
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError(
                 f"`min_tokens` must be <= {most} ({max_tokens}). Given: {body.min_tokens}",

@@ -13,6 +13,7 @@ from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, checked_whitesp
 from ropewalk.server.settings.fields import (
     MAX_CONTEXT_BUCKETS,
     FromJson,
+    GenerationDefaults,
     HostNames,
     Integers,
     Keys,
@@ -255,6 +256,13 @@ class LimitSettings(Section):
     )
     max_logprobs: int = setting(
         20, "Most alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
+    )
+    override_generation_config: GenerationDefaults = setting(
+        None,
+        "Defaults of requests, laid over those of the model's files: temperature, top_p, top_k, "
+        "min_p and repetition_penalty; and max_new_tokens, which bounds all answers. Example: "
+        '{"temperature": 0.6, "max_new_tokens": 512}.',
+        unit="JSON",
     )
     stall_seconds: float = setting(
         120.0,
