@@ -45,6 +45,15 @@ TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=largest("max_stop_chars"))]
 
+TimeLimit = Annotated[
+    Annotated[float, Field(gt=0, le=largest("max_request_seconds"))] | None,
+    Field(
+        description="Seconds from the arrival of the request (transformers' name). Then an answer "
+        "that has begun ends with what it has, and a request without a token gets 408.",
+        examples=[30],
+    ),
+]
+
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
@@ -120,6 +129,14 @@ class GenerationRequest(AnswerFields):
     verbosity: str | None = None
     service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
+    max_time: TimeLimit = None
+    request_id: str | None = Field(
+        None,
+        pattern=r"^[\x21-\x7e]{1,128}$",
+        description="The answer's id ends with this in the place of random digits (vLLM's field). "
+        "It has 1 to 128 printable ASCII characters without spaces.",
+        examples=["order-42"],
+    )
     # vLLM's.
     bad_words: (
         Annotated[
@@ -276,8 +293,9 @@ def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: i
             ("stop_token_ids", settings.max_stop_token_ids, "tokens", num_ids),
             ("logit_bias", settings.max_logit_bias, "tokens", len(body.logit_bias or ())),
             ("logprobs", settings.max_logprobs, "alternatives", num_logprobs),
+            ("max_time", settings.max_request_seconds, "seconds", body.max_time),
         )
-        if given > most
+        if given is not None and most is not None and given > most
     ]
     unknown: dict[tuple[str, int], RequestError] = {}
     for param, ids in (

@@ -23,7 +23,12 @@ from typing import TypeVar
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.engine.admission import Places
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.errors import RequestError, RopewalkError, UnknownModelError
+from ropewalk.model_runtime.errors import (
+    RequestError,
+    RequestTimeoutError,
+    RopewalkError,
+    UnknownModelError,
+)
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.runner.bad_words import BARRED, spellings
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
@@ -132,7 +137,8 @@ class Service:
     ) -> AsyncIterator["Reservation"]:
         """Check a request and reserve its places in the queue, before it is tokenised.
 
-        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError,
+        `extra_stop` are the stop strings of the chat template. The time of the request bounds the
+        block, which ends with RequestTimeoutError. Raises RequestError, QueueFullError,
         KeyLimitError or EngineStoppedError, or ClientDisconnectedError while the request waits for
         its key. An error inside the block counts as a rejection, too.
         """
@@ -145,12 +151,36 @@ class Service:
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             check_limits(body, self.settings, self.vocab_size)
             num = body.num_prompts * body.num_answers
-            async with admitted(num):
+            async with self._in_time(body), admitted(num):
                 with self.engine.reserve(num) as places:
                     if body.bad_words:
                         words = await asyncio.to_thread(self._word_ids, body.bad_words)
                         sampling = replace(sampling, bad_words=words)
                     yield Reservation(self, body, deployment, sampling, places, arrived)
+
+    @asynccontextmanager
+    async def _in_time(self, body: GenerationRequest) -> AsyncIterator[None]:
+        """End the block when the time of a request is over. Raises RequestTimeoutError."""
+        timeout = asyncio.timeout(self.time_limit(body))
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise self.out_of_time(body) from error
+
+    def time_limit(self, body: GenerationRequest) -> float | None:
+        """Return the seconds that a request may take; None: no bound."""
+        return self.settings.max_request_seconds if body.max_time is None else body.max_time
+
+    def out_of_time(self, body: GenerationRequest) -> RequestTimeoutError:
+        """Build the error of a request whose time was over before its first token."""
+        name = "max_request_seconds" if body.max_time is None else "max_time"
+        return RequestTimeoutError(
+            f"The request had no token within {self.time_limit(body):g} seconds ({name}).",
+            param=None if body.max_time is None else name,
+        )
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -356,6 +386,7 @@ class Reservation:
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment, rope = self.body, self.deployment, self._rope
+        seconds = self.service.time_limit(body)
         max_tokens, most = self._max_tokens, f"`{body.max_tokens_field}`"
         # Placed first, so that a prompt which is too long is refused for its length.
         if max_tokens is None:
@@ -386,6 +417,7 @@ class Reservation:
                 shown_ids=shown_ids,
                 priority=body.priority or 0,
                 wants_timings=bool(body.timings_per_token),
+                deadline=None if seconds is None else self.arrived + seconds,
             )
 
         return [request(seed) for seed in body.seeds()]

@@ -10,7 +10,7 @@ from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import GenerationRequest
 
 # Fields that mean the same in all bodies.
-_ALIKE = ("model", "temperature", "top_p", "seed", "cache_salt", "rope", "stream")
+_ALIKE = ("model", "temperature", "top_p", "seed", "cache_salt", "rope", "stream", "max_time")
 
 
 class TurnRequest(GenerationRequest):

@@ -229,6 +229,13 @@ class LimitSettings(Section):
         unit="seconds",
         gt=0,
     )
+    max_request_seconds: float | None = setting(
+        None,
+        "Longest time of a request, and the default of its `max_time`. Default: no bound.",
+        unit="seconds",
+        gt=0,
+        le=86_400,
+    )
     max_unread_tokens: int = setting(
         16384,
         "Most tokens that the client of a stream may lag behind. Then its request is aborted.",

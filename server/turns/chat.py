@@ -8,7 +8,13 @@ from fastapi import APIRouter, Request, Response
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import Output
 from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
-from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
+from ropewalk.server.api.generation_response import (
+    ChunkAnswer,
+    finish_reason,
+    finite,
+    name_request,
+    respond,
+)
 from ropewalk.server.api.generation_schema import (
     CompletionTokensDetails,
     Usage,
@@ -43,6 +49,7 @@ def chat_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
+        name_request(http, body.request_id)
         async with service.reserve(body, service.chat_template.stop) as reservation:
             turn = _turn(body)
             try:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from ropewalk.server.api.generation_schema import StopString
+from ropewalk.server.api.generation_schema import StopString, TimeLimit
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
 from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
 from ropewalk.server.settings.request_sections import largest
@@ -206,6 +206,7 @@ class MessagesRequest(CountTokensRequest):
     # Our own.
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     cache_salt: str | None = Field(None, max_length=128)
+    max_time: TimeLimit = None
     rope: RopeField | None = None
 
 

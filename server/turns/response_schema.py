@@ -7,7 +7,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from ropewalk.server.api.generation_schema import MetadataKey, MetadataValue, PromptCacheOptions
+from ropewalk.server.api.generation_schema import (
+    MetadataKey,
+    MetadataValue,
+    PromptCacheOptions,
+    TimeLimit,
+)
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
 from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
 from ropewalk.server.turns.chat_schema import ReasoningEffort, TemplateVariables
@@ -208,6 +213,7 @@ class ResponsesRequest(Body):
     # Our own.
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     cache_salt: str | None = Field(None, max_length=128)
+    max_time: TimeLimit = None
     chat_template_kwargs: TemplateVariables | None = None
     rope: RopeField | None = None
 
