@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import Output
 from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
@@ -26,7 +25,7 @@ from ropewalk.server.turns.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, checked_variables, prepare
+from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare
 from ropewalk.server.turns.part_answer import Part, PartAnswer
 from ropewalk.server.turns.tool_schema import (
     AnswerCall,
@@ -45,13 +44,7 @@ def chat_router(service: Service) -> APIRouter:
     async def chat(body: ChatRequest, http: Request) -> Response:
         async with service.reserve(body, service.chat_template.stop) as reservation:
             turn = _turn(service, body)
-            try:
-                prepared = await prepare(service, turn)
-            except ToolSchemaError as error:
-                index = [tool.name for tool in turn.tools].index(error.tool.name)
-                raise RequestError(
-                    str(error), param=f"tools.{index}.function.parameters"
-                ) from error
+            prepared = await prepare(service, turn)
             predicted_ids: Sequence[int] = ()
             if body.prediction is not None:
                 predicted_ids = await service.tokenize(
@@ -78,7 +71,7 @@ def _turn(service: Service, body: ChatRequest) -> ChatTurn:
         add_special_tokens=bool(body.add_special_tokens),
         variables=checked_variables(service, body.chat_template_kwargs),
         reasoning_effort=body.reasoning_effort,
-        tools=[tool.tool() for tool in body.tools or ()],
+        tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         answer=body.asked_answer,

@@ -18,7 +18,7 @@ from ropewalk.server.turns.block_schema import (
     problems_of_results,
 )
 from ropewalk.server.turns.chat_schema import TemplateVariables
-from ropewalk.server.turns.tool_schema import MAX_TOOLS, SkippedTool, problems_of_names
+from ropewalk.server.turns.tool_schema import MAX_TOOLS, SkippedTool, problems_of_names, tool_of
 
 _MAX_MESSAGES = 4096
 # Claude Code's default, which keeps what this server keeps anyway.
@@ -44,10 +44,9 @@ class ClientTool(Body):
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
 
-    def tool(self) -> Tool:
-        return Tool(
-            self.name, self.description, self.input_schema, is_strict=self.strict is not False
-        )
+    def tool(self, index: int) -> Tool:
+        given = (self.name, self.description, self.input_schema, self.strict)
+        return tool_of(*given, f"tools.{index}.input_schema")
 
 
 class ServerTool(SkippedTool):

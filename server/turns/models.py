@@ -186,7 +186,7 @@ async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
         reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
         variables=checked_variables(service, body.chat_template_kwargs),
-        tools=[tool.tool() for tool in body.tools or ()],
+        tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
     )
     return await prompt_ids(service, turn, await render(service, turn))
