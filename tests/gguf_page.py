@@ -80,9 +80,9 @@ Two things are not in such files. Llama's converter drops the sliding window of 
 
 ## Tokenizer
 
-Vocabulary, merges, special tokens and the chat template come from the file. `tokenizer.ggml.pre` decides how text is split before it is merged. Unknown values are refused, because another split gives other tokens. Read are byte-level vocabularies (`gpt2`) and sentencepiece's with scores (`llama`). Values of `tokenizer.ggml.pre` for byte-level vocabularies: {pre}.
+Vocabulary, merges, special tokens and the [chat templates](api.md#post-v1chatcompletions) come from the file. `tokenizer.ggml.pre` decides how text is split before it is merged. Unknown values are refused, because another split gives other tokens. Read are byte-level vocabularies (`gpt2`) and sentencepiece's with scores (`llama`). Values of `tokenizer.ggml.pre` for byte-level vocabularies: {pre}.
 
-An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests.
+An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests, within [their limits](api.md#post-v1completions).
 
 By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expected tokens that can be read gave these tokens for all of their 474 texts. SmolLM2 135M Instruct in Q4_1 gave the same tokens as llama.cpp's server for 319 texts, and the same greedy answer of 45 tokens.
 

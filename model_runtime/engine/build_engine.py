@@ -118,12 +118,7 @@ def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
                 f"{config.max_draft_tokens}"
             )
         return config.max_draft_tokens
-    return DEFAULT_DRAFT_TOKENS if has_exact_drafts(checkpoint) else 0
-
-
-def has_exact_drafts(checkpoint: Checkpoint) -> bool:
-    """Return whether the bits of a row do not depend on the draft beside it."""
-    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise
+    return DEFAULT_DRAFT_TOKENS if checkpoint.report.bitwise else 0
 
 
 def first_of_each_kind(profiles: Sequence[Profile]) -> Iterable[Profile]:

@@ -252,7 +252,7 @@ class EngineCore:
             launched = None
             if is_ahead and all(map(_IS_MEMORYLESS, states)):
                 launched = self._launch(plan, states, None)
-            else:
+            if launched is None:
                 with memory_errors_told():  # of a new rotation table
                     spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
                 if has_drafts and self._runner.is_asynchronous:
@@ -310,8 +310,11 @@ class EngineCore:
 
     def _launch(
         self, plan: StepPlan, states: Sequence[RequestState], current: _InFlight | None
-    ) -> _InFlight:
-        """Launch decodes, whose tokens are known or are those of the current step."""
+    ) -> _InFlight | None:
+        """Launch decodes, whose tokens are known or are those of the current step.
+
+        Returns None if a row cannot be sampled; a step that waits finds out which one.
+        """
         self._prepare_tier()
         with self._clock.part("build"), memory_errors_told():
             before, num_unknown = None, 0
@@ -326,9 +329,15 @@ class EngineCore:
                 self._span(chunk, state, num_unknown)
                 for chunk, state in zip(plan.chunks.values(), states, strict=True)
             ]
-            rows = [state.sampling_row(num_unknown) for state in states]
-            with self._clock.part("forward"):
-                return _InFlight(plan, states, self._runner.launch(spans, rows, before))
+            try:
+                rows = [state.sampling_row(num_unknown) for state in states]
+                with self._clock.part("forward"):
+                    return _InFlight(plan, states, self._runner.launch(spans, rows, before))
+            except (RuntimeError, MemoryError):  # of the device
+                raise
+            except Exception:  # noqa: BLE001  # it comes again in the step that waits
+                self._runner.check_device()  # raises if other ranks have begun the step
+                return None
 
     def _read(self, in_flight: _InFlight) -> tuple[list[bool], list[int]]:
         """Wait for a launched step, after which no page has to be detained."""

@@ -5,21 +5,20 @@ Shapes: R = rows of logits, V = vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from typing import NamedTuple
 
 import structlog
 from torch import Tensor
 
+from ropewalk.model_runtime.engine.choose_tokens import NO_TOKEN, choose_tokens
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.right_drafts import RightDrafts
-from ropewalk.model_runtime.engine.runner import memory_errors_told
 from ropewalk.model_runtime.errors import GrammarError
 from ropewalk.model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from ropewalk.model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
+from ropewalk.model_runtime.runner.sampler import logprobs, rows_at
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import Chunk
@@ -79,15 +78,16 @@ class Postprocessor:
 
     def process(self, computed: Sequence[ComputedChunk], logits_RV: Tensor) -> None:
         """Update the requests of a step, whose chunks are in the order of their rows."""
-        with self._clock.part("sample"), memory_errors_told():  # no token was added yet
+        with self._clock.part("sample"):
             sampled, endings = _split(computed)
-            is_finite_R, token_ids = sample_rows(
-                logits_RV,
-                [each.rows.stop - 1 for each in sampled],
-                [each.state.sampling_row() for each in sampled],
-            )
-        has_failed = not all(is_finite_R)
+            states = [each.state for each in sampled]
+            places = [each.rows.stop - 1 for each in sampled]
+            is_finite_R, token_ids = choose_tokens(logits_RV, places, states)
+        has_failed = not all(is_finite_R) or NO_TOKEN in token_ids
+        self._fail_without_token(states, token_ids)
         for each in computed:
+            if has_failed and not self._requests.is_live(each.state):
+                continue
             if has_failed and not all(is_finite_R[each.rows]):
                 self._fail(each.state)
             else:
@@ -110,9 +110,8 @@ class Postprocessor:
 
     def process_decodes(self, states: Sequence[RequestState], logits_RV: Tensor) -> None:
         """Update the requests of a step of plain decodes, which has one row for each."""
-        with self._clock.part("sample"), memory_errors_told():
-            rows = [state.sampling_row() for state in states]
-            is_finite_R, token_ids = sample_rows(logits_RV, range(len(rows)), rows)
+        with self._clock.part("sample"):
+            is_finite_R, token_ids = choose_tokens(logits_RV, range(len(states)), states)
         self.add_tokens(states, is_finite_R, token_ids)
 
     def process_drafts(self, chunks: Sequence[Chunk], logits_RV: Tensor, *, at_once: bool) -> None:
@@ -169,14 +168,14 @@ class Postprocessor:
         self, drafted: Sequence[_Rows], logits_RV: Tensor
     ) -> Callable[[Sequence[RequestState], Sequence[int]], None]:
         """Choose a token from every row; return the function that adds those of some rows."""
-        with self._clock.part("sample"), memory_errors_told():
-            places: list[int] = []
-            rows: list[SamplingRow] = []
-            for state, chunk, begin in drafted:
-                for depth in range(chunk.num_tokens):
-                    places.append(begin + depth)
-                    rows.append(copy(state.sampling_row(depth)))
-            is_finite_R, token_ids = sample_rows(logits_RV, places, rows)
+        wanted = [
+            (begin + depth, state, depth)
+            for state, chunk, begin in drafted
+            for depth in range(chunk.num_tokens)
+        ]
+        places, states, depths = zip(*wanted, strict=True)
+        with self._clock.part("sample"):
+            is_finite_R, token_ids = choose_tokens(logits_RV, places, states, depths)
         chosen = dict(zip(places, token_ids, strict=True))
 
         def process_row(states: Sequence[RequestState], rows: Sequence[int]) -> None:
@@ -206,6 +205,12 @@ class Postprocessor:
         self, states: Sequence[RequestState], is_finite_R: Sequence[bool], token_ids: Sequence[int]
     ) -> None:
         """Update the requests of a step of plain decodes from the token of each row."""
+        if NO_TOKEN in token_ids:
+            self._fail_without_token(states, token_ids)
+            live = [row for row, token_id in enumerate(token_ids) if token_id != NO_TOKEN]
+            states = [states[row] for row in live]
+            is_finite_R = [is_finite_R[row] for row in live]
+            token_ids = [token_ids[row] for row in live]
         if not all(is_finite_R):
             for state, is_finite in zip(states, is_finite_R, strict=True):
                 if not is_finite:
@@ -221,6 +226,12 @@ class Postprocessor:
             for state, output in outputs:
                 self._requests.note_token(state, now)
                 self._requests.deliver(state, output)
+
+    def _fail_without_token(self, states: Sequence[RequestState], token_ids: Sequence[int]) -> None:
+        """End the requests whose rows cannot be sampled."""
+        for state, token_id in zip(states, token_ids, strict=True):
+            if token_id == NO_TOKEN:
+                self._requests.fail(state, "its next token cannot be sampled")
 
     def _fail(self, state: RequestState) -> None:
         """End a request whose logits are not finite, and no longer trust the prefix cache."""
@@ -282,9 +293,7 @@ def _output(state: RequestState, token_id: int, logprob: TokenLogprob | None) ->
     except GrammarError as error:
         return _grammar_fault(state, error)
     except Exception as error:  # noqa: BLE001  # whatever a tokenizer may raise
-        _log.exception("answer_failed", request_id=state.sequence.request.request_id)
-        text = f"{type(error).__name__} while decoding a token"
-        return Output(finish_reason=FinishReason.ERROR, error=text)
+        return _fault(state, error, "while decoding a token")
 
 
 def _end_before(state: RequestState) -> Callable[[], Output] | None:
@@ -300,6 +309,8 @@ def _end_before(state: RequestState) -> Callable[[], Output] | None:
         return None if state.constraint.look() else state.answer.complete
     except GrammarError as error:
         return partial(_grammar_fault, state, error)
+    except Exception as error:  # noqa: BLE001  # a fault of this request's grammar only
+        return partial(_fault, state, error, "in a grammar")
 
 
 def _reported_logprobs(
@@ -316,6 +327,11 @@ def _reported_logprobs(
     rows, token_ids, num_tops = zip(*reporting, strict=True)
     found = logprobs(rows_at(logits_RV, rows), token_ids, num_tops)
     return dict(zip(rows, found, strict=True))
+
+
+def _fault(state: RequestState, error: Exception, where: str) -> Output:
+    _log.error("answer_failed", request_id=state.sequence.request.request_id, exc_info=error)
+    return Output(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__} {where}")
 
 
 def _grammar_fault(state: RequestState, error: GrammarError) -> Output:

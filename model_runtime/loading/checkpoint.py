@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
@@ -21,12 +21,8 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
-from ropewalk.model_runtime.loading.files.pretrained import (
-    end_token_ids,
-    from_pretrained,
-    generation_defaults,
-    load_tokenizer,
-)
+from ropewalk.model_runtime.loading.files.pretrained import from_pretrained, load_tokenizer
+from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -73,9 +69,6 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.transfer import make_current
 from ropewalk.rope import NativeRope
 
-# Fields of generation_config that replace parameters absent from a request (as in vLLM).
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 _log = structlog.get_logger(__name__)
 
 
@@ -88,7 +81,7 @@ class Checkpoint:
     native: NativeRope
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
-    sampling_defaults: Mapping[str, float]  # of generation_config, by SamplingParams' names
+    sampling_defaults: Mapping[str, float]  # of its files, by SamplingParams' names
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
@@ -104,6 +97,7 @@ class Checkpoint:
     states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones
     rounding: Distance | None = None  # of rounded activations from exact ones
+    left_out: tuple[str, ...] = ()  # a sentence for each value of its files that is not used
 
     @property
     def windows(self) -> dict[int, int | None]:
@@ -168,19 +162,22 @@ def load_checkpoint(
         )
         model = _placed(model, number_type, where, division)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        generation = generation_defaults(source, model_config.config)
-        sampling = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
+        generation = generation_of(model_config)
+        own_id = tokenizer.eos_token_id
         low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
         checkpoint = prepare_model(
             model,
             tokenizer,
-            end_token_ids(generation, tokenizer),
-            {name: value for name, value in sampling.items() if value is not None},
+            generation.end_ids.union(() if own_id is None else (own_id,)),
+            generation.sampling,
             on_phase,
             activations=activations,
             division=division,
         )
-        checkpoint = replace(checkpoint, source=path, versions=versions, **low_bits)
+        left_out = (*generation.left_out, *checkpoint.left_out)
+        checkpoint = replace(
+            checkpoint, source=path, versions=versions, left_out=left_out, **low_bits
+        )
         if model_config.stored is None:
             return checkpoint
         num_bytes = None if checkpoint.low_bits else model_config.num_weight_bytes()
@@ -230,7 +227,6 @@ def _load_gguf(
     )
     from ropewalk.model_runtime.formats.gguf.gguf_sizes import (  # noqa: PLC0415
         num_parameters,
-        sampling_of,
     )
     from ropewalk.model_runtime.loading.files.gguf_checkpoint import (  # noqa: PLC0415
         load_gguf_model,
@@ -246,6 +242,7 @@ def _load_gguf(
     on_phase(_gguf_phase(file.num_bytes, num_parameters(file), number_type, keeps_bits=keeps_bits))
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
+        generation = generation_of(model_config)
         if division is not None:
             division.read_dtype(None, number_type)
         model = load_gguf_model(path, model_config.config, number_type, keeps_bits=keeps_bits)
@@ -255,12 +252,12 @@ def _load_gguf(
             model,
             tokenizer,
             end_ids,
-            sampling_of(file),
+            generation.sampling,
             on_phase,
             activations=activations,
             division=division,
         )
-        return replace(checkpoint, **low_bits)
+        return replace(checkpoint, left_out=generation.left_out, **low_bits)
 
 
 def _gguf_phase(
@@ -333,12 +330,13 @@ def prepare_model(
         products = products_text(model, parameter.dtype)
     report = choose_forward(prompts, report, decoder)
     vocab_size = text_config(model).vocab_size
+    rowless = sorted(each for each in eos_token_ids if not 0 <= each < vocab_size)
     return Checkpoint(
         model,
         plans,
         native,
         tokenizer,
-        eos_token_ids,
+        eos_token_ids.difference(rowless),
         sampling_defaults,
         vocab_size,
         parameter.dtype,
@@ -347,6 +345,10 @@ def prepare_model(
         products,
         states=states,
         rounding=rounding,
+        left_out=tuple(
+            f"the tokenizer's end token {each} has no row of {vocab_size}; it ends no answer"
+            for each in rowless
+        ),
     )
 
 
@@ -376,6 +378,7 @@ def _load_model(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                generation_config=GenerationConfig(),  # its file has another reader
             )
     missing = sorted(info["missing_keys"])
     if missing:

@@ -167,35 +167,46 @@ def refuse_absent(device: str, dtype: str) -> None:
             raise ModelError(f"device is {device}, but {NO_GPU}") from None
 
 
-def plain_template(folder: Path) -> tuple[str | None] | None:
-    """Return the chat template of a folder's tokenizer, in a tuple; None if it is not plain.
+def plain_templates(folder: Path) -> dict[str, str] | None:
+    """Return the chat templates of a folder's tokenizer by name; None if it is not plain.
 
-    A tokenizer without a template gives (None,). `folder` may be a GGUF file.
+    A tokenizer without a template gives {}. `folder` may be a GGUF file.
     """
     if folder.is_file():
         from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
         from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
 
-        return (read_tokenizer(read_gguf(folder)).chat_template,)
-    found = written_template(folder)
+        return read_tokenizer(read_gguf(folder)).chat_templates
+    found = written_templates(folder)
     return found if found is not None and _is_tokenizer(folder / "tokenizer.json") else None
 
 
-def written_template(folder: Path) -> tuple[str | None] | None:
-    """Return what `plain_template` does of a folder, without a look at its tokenizer.json."""
+def written_templates(folder: Path) -> dict[str, str] | None:
+    """Return what `plain_templates` does of a folder, without a look at its tokenizer.json."""
     config = read_object(folder / "tokenizer_config.json")
     if config is None or "auto_map" in config:
         return None
-    if (folder / "additional_chat_templates").exists():
+    default = folder / "chat_template.jinja"
+    files = {"default": default} if default.is_file() else {}
+    files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if files:  # then transformers reads none of tokenizer_config.json
+        try:
+            return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        except (OSError, UnicodeDecodeError):
+            return None
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    named = [{"name": "default", "template": found}] if isinstance(found, str) else found
+    if not isinstance(named, list) or not all(_is_named_template(each) for each in named):
         return None
-    template = config.get("chat_template")
-    file = folder / "chat_template.jinja"
-    try:
-        if file.is_file():
-            template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return (template,) if template is None or isinstance(template, str) else None
+    return {each["name"]: each["template"] for each in named}
+
+
+def _is_named_template(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("name", "template")
+    )
 
 
 def _is_tokenizer(path: Path) -> bool:

@@ -82,8 +82,12 @@ class Where:
 def keeps_bits(shape: Shape, where: Where) -> bool:
     """Return whether this rank's part of a product has the bits of the whole one.
 
-    The random weights are the same on every rank, and are multiplied as the model's are.
+    The random weights are the same on every rank, and are multiplied as the model's are. A GPU's
+    library chooses another order of additions for another number of rows, and few are tried, so a
+    trial there shows nothing.
     """
+    if where.device.type != "cpu":
+        return False
     shape = shape.bounded(where.size, where.dtype.itemsize)
     generator = torch.Generator().manual_seed(0)
 

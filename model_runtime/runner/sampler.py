@@ -200,13 +200,16 @@ def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _add(logits_RV: Tensor, edits: Sequence[tuple[int, Any, Any]]) -> None:
-    """Add to logits in place, at (row, token ids, values)."""
+    """Add to logits in place, at (row, token ids, values). Raises IndexError for an absent token.
+
+    The host checks it: the same error of a kernel breaks a GPU for all requests.
+    """
     rows = np.repeat([row for row, _, _ in edits], [len(ids) for _, ids, _ in edits])
+    token_ids = np.concatenate([ids for _, ids, _ in edits])
+    if token_ids.max() >= logits_RV.shape[-1]:
+        raise IndexError(f"token {token_ids.max()} of {logits_RV.shape[-1]}")
     device = logits_RV.device
-    where = (
-        on_device(rows, device),
-        on_device(np.concatenate([ids for _, ids, _ in edits]), device),
-    )
+    where = on_device(rows, device), on_device(token_ids, device)
     values = on_device(np.concatenate([values for _, _, values in edits]), device)
     logits_RV.index_put_(where, values, accumulate=True)
 

@@ -22,6 +22,8 @@ from ropewalk.model_runtime.text.template_processes import (
     template_processes,
 )
 
+# Names of templates, as transformers knows them.
+DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 # For a tokenizer without a template: a transcript that a base model continues.
 FALLBACK_TEMPLATE = (
     "{% for message in messages %}"
@@ -54,19 +56,44 @@ class ChatTemplate:
         text: str | None,
         special_tokens: Mapping[str, str] | None = None,
         seconds: float = DEFAULT_SECONDS,
+        others: Mapping[str, str] | None = None,
     ) -> None:
         """`text`: None for the fallback. `special_tokens`: by their names in templates.
 
-        `seconds` of processor time are the limit of a rendering. Raises ModelError for a template
-        that cannot be compiled within the limits.
+        `seconds` of processor time are the limit of a rendering. `others` are the tokenizer's named
+        templates beside this one. Raises ModelError for a template that cannot be compiled within
+        the limits.
         """
         self._special_tokens = special_tokens or {}
         self._seconds = seconds
+        self._others = {name: self._named(name, each) for name, each in (others or {}).items()}
         self.is_fallback = text is None
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
         self.text = FALLBACK_TEMPLATE if text is None else text
         names = _FALLBACK_VARIABLES if text is None else self._compile()
         self.variables = names - RESERVED
+        self.reads_documents = "documents" in names
+
+    def _named(self, name: str, text: str) -> "ChatTemplate":
+        try:
+            return ChatTemplate(text, self._special_tokens, self._seconds)
+        except ModelError as error:
+            raise ModelError(f"{error} (the one named {name!a})") from error
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the text of every template by its name."""
+        return {DEFAULT: self.text, **{name: each.text for name, each in self._others.items()}}
+
+    def picked(self, *, has_tools: bool, has_documents: bool = False) -> "ChatTemplate":
+        """Return the template for a conversation, among this one and the named ones.
+
+        As transformers, which takes `tool_use` for tools. It leaves `rag` to its caller: here it is
+        taken for documents that would be lost otherwise.
+        """
+        loses_documents = has_documents and not self.reads_documents
+        name = TOOL_USE if has_tools else RAG if loses_documents else DEFAULT
+        return self._others.get(name, self)
 
     def _compile(self) -> frozenset[str]:
         try:
@@ -93,8 +120,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render the prompt as text, including special tokens.
+        """Render the prompt as text, including special tokens, with this template.
 
         `tools` are functions in OpenAI's shape.
 
@@ -114,7 +142,7 @@ class ChatTemplate:
                 **(variables or {}),
                 "messages": chat,
                 "tools": [*tools] or None,
-                "documents": None,
+                "documents": None if documents is None else [*documents],
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -183,12 +211,13 @@ def _not_continued(problem: str) -> RequestError:
     return RequestError(f"`continue_final_message` {problem}", param="continue_final_message")
 
 
-def own_template(tokenizer: Any) -> str | None:
-    """Return the template of a tokenizer of transformers, None without one. Raises ModelError."""
-    if tokenizer.chat_template is None:
-        return None
-    try:
-        found: str = tokenizer.get_chat_template()
-    except ValueError as error:  # several named templates without a default
-        raise ModelError(f"the tokenizer's chat templates: {error}") from error
-    return found
+def own_templates(tokenizer: Any) -> dict[str, str]:
+    """Return the templates of a tokenizer of transformers by their names. Raises ModelError."""
+    found = tokenizer.chat_template
+    if found is None:
+        return {}
+    templates = dict(found) if isinstance(found, Mapping) else {DEFAULT: found}
+    for name, text in templates.items():
+        if not isinstance(text, str):
+            raise ModelError(f"the tokenizer's chat template {name!a} must be a text")
+    return templates

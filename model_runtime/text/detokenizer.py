@@ -1,5 +1,7 @@
 """Incremental decoding of an answer: whole characters, up to a stop string."""
 
+from bisect import bisect_left
+
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 6  # tokens; more than any incomplete character needs
@@ -25,6 +27,8 @@ class Detokenizer:
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self._stream.push(token_id)
         self._stop = stop
+        self._sorted_stop = sorted(stop)
+        self._longest_stop = max(map(len, stop), default=0)
         self._shown_stop = shown_stop
         self._held = ""  # decoded text that may begin a stop string
         self.num_decoded = 0  # characters of the answer so far, held ones included
@@ -55,10 +59,23 @@ class Detokenizer:
                 at += len(self.stop_string)
             text, self._held = self._held[:at], ""
             return text
-        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
-        split = len(self._held) - keep
+        split = self._first_that_may_stop()
         text, self._held = self._held[:split], self._held[split:]
         return text
+
+    def _first_that_may_stop(self) -> int:
+        """Return where the longest end of the held text begins that begins a stop string.
+
+        Among sorted strings, one that begins with a text stands where the text itself would. So
+        the time for a character hardly grows with the number of stop strings.
+        """
+        held, stops = self._held, self._sorted_stop
+        for at in range(max(0, len(held) - self._longest_stop + 1), len(held)):
+            end = held[at:]
+            place = bisect_left(stops, end)
+            if place < len(stops) and stops[place].startswith(end):
+                return at
+        return len(held)
 
     def flush(self) -> str:
         """Return the text held back, when the answer ends without a stop string."""

@@ -151,9 +151,15 @@ class GrammarCompiler:
         max_bytes: int = 65_536,
         seconds: float = 5.0,
         whitespace: str = ONE_SPACE,
+        *,
+        num_rows: int | None = None,
     ) -> None:
-        """Take the limits of a schema, and the whitespace of requests that ask for no other."""
+        """Take the limits of a schema, and the whitespace of requests that ask for no other.
+
+        `num_rows`: of the model's logits, behind which no token can come; None: each has a row.
+        """
         self._tokenizer = tokenizer
+        self._num_rows = num_rows
         self._whitespace = whitespace
         self._max_bytes = max_bytes
         self._seconds = seconds
@@ -281,7 +287,7 @@ class GrammarCompiler:
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 try:
-                    self._vocabulary = _vocabulary_of(self._tokenizer)
+                    self._vocabulary = _vocabulary_of(self._tokenizer, self._num_rows)
                 except Exception as error:  # the library may reject a tokenizer with any error
                     raise refused(
                         field, f"this model's tokenizer cannot be used: {error}"
@@ -289,13 +295,15 @@ class GrammarCompiler:
             return self._vocabulary
 
 
-def _vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
+def _vocabulary_of(tokenizer: Tokenizer, num_rows: int | None = None) -> LLTokenizer:
     """Convert a tokenizer to the library's form, with an extra end token after the last id.
 
     The extra token is needed because the end tokens differ by request. Raises ValueError.
     """
     text, num_tokens = tokenizer.as_json()
     whole = json.loads(text)
+    if num_rows is not None and num_rows < num_tokens:
+        num_tokens = _keep_tokens(whole, num_rows)
     whole["added_tokens"].append(
         {
             "id": num_tokens,
@@ -310,6 +318,31 @@ def _vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
     if vocabulary.vocab_size != num_tokens + 1:
         raise ValueError("its ids have gaps")
     return vocabulary
+
+
+def _keep_tokens(whole: dict[str, Any], num_rows: int) -> int:
+    """Remove the tokens without a row from a tokenizer.json, and return the number of its ids.
+
+    A grammar that leaves one text allows only the tokens that the tokenizer splits it into.
+    """
+    added = [each for each in whole["added_tokens"] if each["id"] < num_rows]
+    model = whole["model"]
+    kept: Any = model["vocab"]
+    if isinstance(kept, list):  # Unigram's pieces are in the order of their ids
+        kept = kept[:num_rows]
+        ids = [len(kept) - 1]
+    else:
+        kept = {text: each for text, each in kept.items() if each < num_rows}
+        ids = list(kept.values())
+    if "merges" in model:
+        begin = len(model.get("continuing_subword_prefix") or "")
+        model["merges"] = [
+            (first, second)
+            for first, second in model["merges"]
+            if first in kept and second in kept and first + second[begin:] in kept
+        ]
+    model["vocab"], whole["added_tokens"] = kept, added
+    return max([*ids, *(each["id"] for each in added)], default=-1) + 1
 
 
 def refused(field: str, problem: str) -> RequestError:

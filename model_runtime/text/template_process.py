@@ -45,6 +45,7 @@ FAILED = b"F"  # an error of an expression
 TOO_MUCH_MEMORY = b"M"
 TOO_LONG = b"L"  # the text
 _LONGEST_PROBLEM = 300  # characters
+_MOST_COMPILED = 3  # templates that are kept: those of one tokenizer
 # A text is its request several times over: characters of four bytes, pieces, the whole, its bytes.
 _LEAST_BYTES = 64 * 2**20
 _BYTES_PER_BYTE = 32
@@ -150,6 +151,9 @@ class TemplateServer:
     def __init__(self) -> None:
         self._environment = environment()
         self._template: Template | None = None
+        # The last ones that were compiled, with their names: chats may take turns between a
+        # tokenizer's named templates, and a long one takes 50 ms to compile.
+        self._compiled: dict[str, tuple[Template, list[str]]] = {}
 
     def answer(self, asked: Mapping[str, Any], longest: int) -> bytes:
         """Return one of the ANSWERs and its content; a text has at most `longest` characters."""
@@ -170,9 +174,15 @@ class TemplateServer:
 
     def _compile(self, text: str) -> list[str]:
         """Compile a template, and return the names that it reads."""
-        parsed = self._environment.parse(text)
-        names = sorted(meta.find_undeclared_variables(parsed))
-        self._template = self._environment.from_string(text)
+        found = self._compiled.pop(text, None)
+        if found is None:
+            parsed = self._environment.parse(text)
+            names = sorted(meta.find_undeclared_variables(parsed))
+            found = self._environment.from_string(text), names
+        self._compiled[text] = found
+        if len(self._compiled) > _MOST_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        self._template, names = found
         return names
 
 

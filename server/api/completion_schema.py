@@ -13,13 +13,13 @@ from ropewalk.server.api.generation_schema import (
     Usage,
 )
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer, TimingsAnswer
-from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
 from ropewalk.server.api.structured_schema import Logprobs, PromptLogprobs
 from ropewalk.server.settings.request_sections import largest
 
 _MAX_PROMPTS = largest("max_prompts")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes, InPieces]
 
 
 class CompletionRequest(GenerationRequest):

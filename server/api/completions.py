@@ -67,6 +67,10 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
         ]
         return self.event_body(choices, usage=self.usage())
 
+    def shows_prompt(self, index: int) -> bool:
+        """Return whether the next event of a choice has the prompt's text or tokens."""
+        return not self._is_echoed[index] or super().shows_prompt(index)
+
     def piece(self, index: int, output: Output) -> Choice:
         return self._choice(index, output)
 

@@ -130,11 +130,15 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def token_ids(self, output: Output) -> list[int] | None:
         return list(output.token_ids) if self.body.return_token_ids else None
 
+    def shows_prompt(self, index: int) -> bool:
+        """Return whether the next event of a choice has the prompt's tokens."""
+        return bool(self.body.return_token_ids) and not self.choices[index].has_told_prompt
+
     def prompt_token_ids(self, index: int) -> list[int] | None:
         """Return the tokens of a choice's prompt at the first call, if the body asks for them."""
-        state = self.choices[index]
-        if not self.body.return_token_ids or state.has_told_prompt:
+        if not self.shows_prompt(index):
             return None
+        state = self.choices[index]
         state.has_told_prompt = True
         return list(state.request.prompt_ids)
 
@@ -206,16 +210,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def usage(self) -> Usage:
         """Return the token counts of every answer; a prompt counts once."""
-        firsts = self.choices[:: self.body.num_answers]
-        prompt = sum(len(state.request.prompt_ids) for state in firsts)
-        generated = sum(state.num_generated for state in self.choices)
-        cached = sum(state.num_cached_tokens for state in firsts)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=generated,
-            total_tokens=prompt + generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
+        return _usage(self.choices[:: self.body.num_answers], self.choices)
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
         """Yield (choice, output) of outputs that are ready.
@@ -287,7 +282,7 @@ class ChunkAnswer(HttpAnswer[BodyT]):
             prompt = index // self.body.num_answers
             progress = PromptProgressAnswer.of(prompt, output.progress)
             return event(self.event_body([], progress=progress))
-        if output.prompt_logprobs:  # as large as a whole answer
+        if output.prompt_logprobs or self.shows_prompt(index):  # as large as a whole answer
             return await asyncio.to_thread(self._piece_event, index, output)
         state = self.choices[index]
         scaling = (output.tier, output.num_rescales)
@@ -298,7 +293,9 @@ class ChunkAnswer(HttpAnswer[BodyT]):
                 )
             return state.text_event.with_text(output.text)
         is_alike = self.body.num_logprobs is None and self.listener is None
-        if is_alike and not (self.body.return_token_ids or self.body.timings_per_token):
+        body = self.body
+        differs = body.return_token_ids or body.timings_per_token or body.includes_usage_in_each
+        if is_alike and not differs:
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
@@ -308,8 +305,11 @@ class ChunkAnswer(HttpAnswer[BodyT]):
         return [self.piece(index, output)]
 
     def _piece_event(self, index: int, output: Output) -> bytes:
-        found = self.pieces(index, output)
-        return b"".join([event(self.event_body([piece])) for piece in found])
+        found, usage = self.pieces(index, output), None
+        if self.body.includes_usage_in_each:
+            state = self.choices[index]
+            usage = _usage([state], [state])
+        return b"".join([event(self.event_body([piece], usage=usage)) for piece in found])
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
@@ -323,6 +323,19 @@ async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
         return await until_disconnect(http, answer.whole())
     finally:
         answer.close()
+
+
+def _usage(prompts: Sequence[ChoiceState], choices: Sequence[ChoiceState]) -> Usage:
+    """Return the token counts of some choices; `prompts` has one choice of each prompt."""
+    num_prompt = sum(len(state.request.prompt_ids) for state in prompts)
+    num_generated = sum(state.num_generated for state in choices)
+    num_cached = sum(state.num_cached_tokens for state in prompts)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
 
 
 def finish_reason(output: Output) -> str | None:

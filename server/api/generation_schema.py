@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import PromptProgress, SamplingParams
+from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 from ropewalk.server.api.rope_schema import INT64, RopeField
 from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none
 from ropewalk.server.api.structured_schema import AnswerFields
@@ -22,6 +23,12 @@ class StreamOptions(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="With `include_usage`, each event with a choice has the token counts of that "
+        "choice so far (vLLM's field).",
+        examples=[True],
+    )
     include_obfuscation: bool | None = None
 
 
@@ -62,12 +69,12 @@ class GenerationRequest(AnswerFields):
     schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
     model: str | None = Field(None, max_length=256)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT64)
-    min_p: float | None = Field(None, ge=0, le=1)
+    temperature: float | None = Field(None, **SAMPLING_LIMITS["temperature"].bounds)
+    top_p: float | None = Field(None, **SAMPLING_LIMITS["top_p"].bounds)
+    top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds)
+    min_p: float | None = Field(None, **SAMPLING_LIMITS["min_p"].bounds)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    repetition_penalty: float | None = Field(None, **SAMPLING_LIMITS["repetition_penalty"].bounds)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
@@ -205,6 +212,11 @@ class GenerationRequest(AnswerFields):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_in_each(self) -> bool:
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())

@@ -8,8 +8,9 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from ropewalk.server.api.json_pieces import decode_in_pieces
 from ropewalk.server.errors import BodyError
-from ropewalk.server.middleware.large_bodies import LargeBody
+from ropewalk.server.middleware.large_bodies import LARGE, LargeBody
 from ropewalk.server.strict_json import TwiceError, object_of
 
 _MAX_NAME = 64  # characters of a key in the message
@@ -79,9 +80,10 @@ class _InvalidError(HTTPException):
 
 
 def _decoded(body: bytes) -> Any:
-    text = body.decode(json.detect_encoding(body), "surrogatepass")
     try:
-        return _DECODER.decode(text)
+        if len(body) > LARGE:
+            return decode_in_pieces(body)
+        return _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except TwiceError as error:
         short = error.name[:_MAX_NAME]
         told = f"`{short}` is given twice in the same object, remove one"

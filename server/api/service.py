@@ -9,13 +9,16 @@ A route reserves the request's places in the queue, tokenises, and submits:
 
 import asyncio
 import hashlib
+import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
+from typing import TypeVar
 
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.engine.admission import Places
@@ -39,9 +42,14 @@ from ropewalk.server.api.turn_request import in_words_of
 from ropewalk.server.errors import rejection_reason
 from ropewalk.server.metrics import Metrics
 from ropewalk.server.middleware.http_metrics import HttpMetrics
+from ropewalk.server.middleware.large_bodies import LARGE
 from ropewalk.server.settings.load import ServeSettings
 
 _FINGERPRINT_DIGITS = 32  # hexadecimal
+# Tokens, where no context is longer. Python's list of so many takes 30 ms of the interpreter.
+_LONGEST_TEXT = 2**20
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +90,15 @@ class Service:
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
+    has_same_bits: bool  # whether an answer has them in any batch
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
     fingerprint: Fingerprint | None = None  # None: no router is trusted
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
+    # Half of the cores: the tokenizer computes in them without the interpreter.
+    long_texts: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "long-texts")
+    )
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -147,17 +160,43 @@ class Service:
         the request's field `param`.
         """
         self.check_length(len(text), param)
-        return tuple(
-            await asyncio.to_thread(
-                self.tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param
-            )
+        encode = partial(
+            self.tokenizer.encode_at_most,
+            text,
+            self.longest_text,
+            add_special_tokens=add_special_tokens,
+            param=param,
         )
+        token_ids = await self._in_thread(len(text), encode)
+        if token_ids is None:
+            told = f"`{param}` must be at most {self.longest_text} tokens. Given: more"
+            raise RequestError(told, param=param, code="context_length_exceeded")
+        return token_ids
+
+    async def text_of(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens, off the event loop."""
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._in_thread(len(token_ids), decode)
+
+    async def _in_thread(self, size: int, call: Callable[[], Result]) -> Result:
+        """Call in a thread; those of long texts are apart, so that short ones find a free one."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.long_texts if size > LARGE else None, call)
+
+    @property
+    def longest_text(self) -> int:
+        """Return the most tokens of a text that is tokenised, or of tokens that become a text."""
+        return max(self.max_len, _LONGEST_TEXT)
 
     def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the start of a text and after a space."""
+        """Return the tokens of each word at the start of a text and after a space.
+
+        A word with a token that the model has no row for is left out: it cannot come.
+        """
         spelt = (each for word in words for each in spellings(word))
         encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
-        return tuple(dict.fromkeys(ids for each in spelt if (ids := tuple(encode(each)))))
+        found = dict.fromkeys(tuple(encode(each)) for each in spelt)
+        return tuple(ids for ids in found if ids and max(ids) < self.vocab_size)
 
     def check_length(self, num_characters: int, param: str) -> None:
         """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
@@ -235,10 +274,7 @@ class Reservation:
             prompts = [prompt[-num_last:] for prompt in prompts]
         if body.shows_special:
             shown_ids |= frozenset(self.service.tokenizer.special_ids.values())
-        for prompt in prompts:
-            # A tokenizer may have more tokens than the model has rows.
-            self.service.check_token_id(max(prompt, default=0), body.prompt_field)
-        if masked_id is not None:
+        if masked_id is not None and masked_id < self.service.vocab_size:
             masked = (masked_id, BARRED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
         seeds = Seeds()
@@ -247,6 +283,9 @@ class Reservation:
             for prompt in prompts
             for request in self._requests(prompt, sampling, grammar, shown_ids, seeds)
         ]
+        for prompt in prompts:  # none is too long; the maximum of a million takes 25 ms
+            # A tokenizer may have more tokens than the model has rows.
+            self.service.check_token_id(max(prompt, default=0), body.prompt_field)
         if predicted_ids:
             predicted = self._predicted(predicted_ids)
             requests = [replace(each, prediction_ids=predicted) for each in requests]

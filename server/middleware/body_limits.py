@@ -14,6 +14,9 @@ from ropewalk.server.middleware.large_bodies import LARGE, JsonShape, LargeBodie
 _LINGER_S = 2.0  # for a client to send the rest of a refused body; a close would reset it before
 
 _MAX_CODING = 64  # characters of a header that are shown
+# Routes whose bodies are mostly a prompt. Few texts have more bytes of JSON a token.
+_OF_PROMPTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_MOST_BYTES_OF_A_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,26 @@ class BodyLimits:
 
     max_bytes: int = 8 * 2**20
     max_depth: int = 64
-    max_values: int = 2**20
+    max_values: int = 131_072
+    max_numbers: int = 2**20
     max_total_bytes: int = 256 * 2**20
     timeout_s: float = 60.0  # for the whole body
+    max_len: int = 0  # tokens of the longest context
+
+    def too_large(self, path: str) -> "_RefusedError":
+        """Return the refusal of a body of more than `max_bytes`.
+
+        A prompt that cannot fit the context gets the code by which clients shorten conversations.
+        """
+        is_prompt = path.rstrip("/") in _OF_PROMPTS
+        if is_prompt and 0 < self.max_len * _MOST_BYTES_OF_A_TOKEN <= self.max_bytes:
+            told = (
+                f"The prompt exceeds the longest context of {self.max_len} tokens: "
+                f"the body has more than {self.max_bytes} bytes (max_body_bytes)."
+            )
+            return _RefusedError(400, told, "context_length_exceeded")
+        told = f"The body must be at most {self.max_bytes} bytes (max_body_bytes)."
+        return _RefusedError(413, told, "body_too_large")
 
 
 class _RefusedError(Exception):
@@ -52,7 +72,7 @@ class BodyLimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arriving = _Arriving(self._limits, self._bodies)
+        arriving = _Arriving(self._limits, self._bodies, scope["path"])
         try:
             if not await self._has_arrived(arriving, Headers(scope=scope), receive):
                 return  # the client disconnected
@@ -89,8 +109,9 @@ class BodyLimitsMiddleware:
 class _Arriving:
     """A body while it arrives."""
 
-    def __init__(self, limits: BodyLimits, bodies: LargeBodies) -> None:
+    def __init__(self, limits: BodyLimits, bodies: LargeBodies, path: str) -> None:
         self._limits = limits
+        self._path = path
         self._bodies = bodies
         self._small = bytearray()
         self.large: LargeBody | None = None
@@ -99,8 +120,7 @@ class _Arriving:
     def check_size(self, size: int) -> None:
         """Raise _RefusedError if a body of so many bytes is too large."""
         if size > self._limits.max_bytes:
-            told = f"The body must be at most {self._limits.max_bytes} bytes (max_body_bytes)."
-            raise _RefusedError(413, told, "body_too_large")
+            raise self._limits.too_large(self._path)
 
     def append(self, message: Message) -> None:
         """Add the bytes of a message. Raises _RefusedError."""
@@ -129,18 +149,20 @@ class _Arriving:
 
     async def check_shape(self) -> None:
         """Raise _RefusedError if the whole body is nested too deep or has too many values."""
-        shape = JsonShape(self._limits.max_depth, self._limits.max_values)
+        limits = self._limits
+        shape = JsonShape(limits.max_depth, limits.max_values, limits.max_numbers)
         if self.large is None:
             exceeded = shape.exceeds(bytes(self._small), len(self._small))
         else:
             exceeded = await self.large.run(shape.exceeds)
         if exceeded == "depth":
-            told = (
-                f"The body must be nested at most {self._limits.max_depth} deep (max_json_depth)."
-            )
+            told = f"The body must be nested at most {limits.max_depth} deep (max_json_depth)."
             raise _RefusedError(400, told, "body_too_deep")
         if exceeded == "values":
-            told = f"The body must have at most {self._limits.max_values} values (max_json_values)."
+            told = f"The body must have at most {limits.max_values} values (max_json_values)."
+            raise _RefusedError(400, told, "too_many_values")
+        if exceeded == "numbers":
+            told = f"The body must have at most {limits.max_numbers} numbers, by its commas."
             raise _RefusedError(400, told, "too_many_values")
 
     def release(self) -> None:

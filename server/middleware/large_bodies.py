@@ -96,18 +96,19 @@ _QUOTE, _OPENING, _CLOSING = ord('"'), b"[{", b"]}"
 
 
 class JsonShape:
-    """A count of a text's depth and values, which stops at the first limit that is exceeded.
+    """A count of a text's depth, values and numbers, which stops at the first limit exceeded.
 
-    Values are those in lists and objects, by their commas and brackets. An empty list or object is
-    also counted as what it could hold.
+    Values are the names, texts, lists, objects, true, false and null of the whole text. Each takes
+    some time of the interpreter in whatever reads it. Numbers are counted by the commas.
     """
 
-    def __init__(self, max_depth: int, max_values: int) -> None:
+    def __init__(self, max_depth: int, max_values: int, max_numbers: int) -> None:
         self._max_depth, self._max_values = max_depth, max_values
-        self._depth = self._num_values = 0
+        self._max_numbers = max_numbers
+        self._depth = self._num_values = self._num_numbers = 0
 
     def exceeds(self, text: bytes | mmap.mmap, size: int) -> str | None:
-        """Return the limit that the first `size` bytes exceed: "depth", "values", or None."""
+        """Return what the first `size` bytes exceed: "depth", "values", "numbers", or None."""
         position, is_in_string = 0, False
         while position < size:
             end = min(position + _WINDOW, size)
@@ -120,13 +121,13 @@ class JsonShape:
                 position = rest.end()
                 continue
             for found in _PART.finditer(text, position, end):
+                exceeded = self._count(text, found)
+                if exceeded is not None:
+                    return exceeded
                 if text[found.start()] == _QUOTE and not found[1]:
                     is_in_string = True
                     position = found.end()
                     break
-                exceeded = self._count(text, found)
-                if exceeded is not None:
-                    return exceeded
             else:
                 position = end
         return None
@@ -134,13 +135,19 @@ class JsonShape:
     def _count(self, text: bytes | mmap.mmap, part: re.Match[bytes]) -> str | None:
         """Count a part of the text; return the limit that it exceeds."""
         first = text[part.start()]
-        if first in _OPENING:
+        if first == _QUOTE:
+            self._num_values += 1
+        elif first in _OPENING:
             self._depth += 1
             self._num_values += 1
             if self._depth > self._max_depth:
                 return "depth"
         elif first in _CLOSING:
             self._depth -= 1
-        elif first != _QUOTE:
-            self._num_values += part[0].count(b",")
+        else:
+            words = part[0]
+            self._num_numbers += words.count(b",")
+            self._num_values += words.count(b"u") + words.count(b"s")  # true and null, false
+            if self._num_numbers > self._max_numbers:
+                return "numbers"
         return "values" if self._num_values > self._max_values else None

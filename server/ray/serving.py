@@ -66,7 +66,6 @@ async def _begin(start: Start, server: "GracefulServer", replicas: "Replicas", b
     await edge.fleet.ready()
     server.door.app = edge.app
     server.serve_without_model(edge.end_requests)
-    start.load_has_ended()
     start.tell_ready(banner)
 
 

@@ -16,8 +16,8 @@ from ropewalk.server.replicas.prompt_pages import MOST_PAGES, PromptPages
 PAGE_TOKENS = 32
 _CHARS_OF_A_TOKEN = 4
 _PAGE_CHARS = PAGE_TOKENS * _CHARS_OF_A_TOKEN
-# Templates write tools and system texts before the conversation, wherever the body has them.
-_FIRST = ("tools", "system", "instructions")
+# Templates write these before the conversation, wherever the body has them.
+_FIRST = ("tools", "documents", "system", "instructions")
 _THEN = ("messages", "input", "prompt")
 # Cached pages are shared between requests that agree on these.
 _OF_THE_CACHE = ("model", "cache_salt", "rope")

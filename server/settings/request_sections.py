@@ -175,8 +175,8 @@ class LimitSettings(Section):
 
     max_body_bytes: int | None = setting(
         None,
-        "Largest request body. Larger bodies get 413. Default: 1 MiB, and 64 bytes for each token "
-        "of the longest context.",
+        "Largest request body. Larger bodies get 413, or 400 as prompts beyond the longest "
+        "context. Default: 1 MiB, and 64 bytes for each token of that context.",
         unit="bytes",
         ge=1024,
     )
@@ -197,12 +197,13 @@ class LimitSettings(Section):
         100, "Most headers of a request. More get 431.", unit="headers", ge=1
     )
     max_json_depth: int = setting(
-        64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=500
+        64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=400
     )
-    max_json_values: int | None = setting(
-        None,
-        "Most values in the lists and objects of a JSON body. Bodies with more get 400. Default: "
-        "131,072, and 4 for each token of the longest context.",
+    max_json_values: int = setting(
+        131_072,
+        "Most names, texts, lists, objects, true, false and null in a JSON body. Bodies with more "
+        "get 400. Numbers have a limit of their own: so many, and 4 for each token of the longest "
+        "context.",
         unit="values",
         ge=1024,
     )
@@ -243,7 +244,7 @@ class LimitSettings(Section):
         ge=1,
     )
     max_stop_strings: int = setting(
-        4, "Most stop strings of a request.", unit="strings", ge=0, le=64
+        64, "Most stop strings of a request.", unit="strings", ge=0, le=1024
     )
     max_stop_chars: int = setting(256, "Longest stop string.", unit="characters", ge=1, le=4096)
     max_stop_token_ids: int = setting(

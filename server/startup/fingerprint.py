@@ -52,7 +52,7 @@ def make_fingerprint(
         "special_tokens": {name: str(each) for name, each in tokenizer.special_tokens_map.items()},
         "ends": sorted(checkpoint.eos_token_ids),
         "sampling": dict(checkpoint.sampling_defaults),
-        "template": template.text,
+        "templates": template.texts,
         "settings": {name: getattr(settings, name) for name in _SETTINGS},
         "sources": _hash_of_sources(),
     }
@@ -67,7 +67,7 @@ def make_fingerprint(
 
 def _facts_of_batches(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, object]:
     """Return what decides bits only where a row's bits depend on the batch, as on a GPU."""
-    if checkpoint.device.type == "cpu" and checkpoint.report.bitwise:
+    if checkpoint.report.bitwise:
         return {}
     return {
         "device": (

@@ -152,7 +152,7 @@ _MAX_NAMES = 200  # each has series in the metrics
 # context: a token is 4 to 12 bytes of JSON, and at most a handful of values (a message of one word
 # has four).
 _BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
-_BODY_VALUES, _BODY_VALUES_OF_A_TOKEN = 131_072, 4
+_BODY_NUMBERS_OF_A_TOKEN = 4
 _ALL_BODIES_BYTES = 256 * 2**20
 
 
@@ -384,7 +384,9 @@ def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
     return BodyLimits(
         max_bytes,
         settings.max_json_depth,
-        settings.max_json_values or _BODY_VALUES + _BODY_VALUES_OF_A_TOKEN * max_len,
+        settings.max_json_values,
+        settings.max_json_values + _BODY_NUMBERS_OF_A_TOKEN * max_len,
         settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
         settings.body_timeout_seconds,
+        max_len,
     )

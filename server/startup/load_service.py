@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
+from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
@@ -44,6 +44,7 @@ from ropewalk.server.startup.planning.banner_lines import (
     low_bits_text,
     rank_line,
     rounding_text,
+    self_check_line,
     stored_text,
     warning_lines,
 )
@@ -65,6 +66,7 @@ class ServedModel:
     vocab_size: int
     sampling_defaults: Mapping[str, float]
     is_on_gpu: bool
+    has_same_bits: bool  # in any batch
     banner: str
 
 
@@ -126,7 +128,7 @@ def _fingerprint(
         return None
     from ropewalk.server.startup.fingerprint import make_fingerprint  # noqa: PLC0415  # rare
 
-    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer)
+    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer, loaded.served.vocab_size)
     config = loaded.served.plan.config
     # Now, because a router sends no request to a server that is ready and has none.
     on_phase("hashing the weights")
@@ -144,7 +146,7 @@ def load_served(
     check_native = partial(plan_deployments, settings)
     ranks = _ranks(settings)
     checkpoint = load_model(settings, on_phase, on_bytes, check_native, ranks)
-    template, formats = _chat_of(settings, checkpoint.tokenizer)
+    template, formats = _chat_of(settings, checkpoint.tokenizer, checkpoint.vocab_size)
     make = ModelRunner if ranks is None else ranks.runner
     plan = plan_serving(settings, facts_of(checkpoint, settings, make))
     served = ServedModel(
@@ -153,6 +155,7 @@ def load_served(
         checkpoint.vocab_size,
         checkpoint.sampling_defaults,
         checkpoint.device.type == "cuda",
+        checkpoint.report.bitwise,
         _banner(checkpoint, plan, settings, _chat_lines(template, formats, settings), ranks),
     )
     return LoadedModel(checkpoint, served, ranks)
@@ -171,7 +174,7 @@ def make_service(
 
     `fingerprint`: of the model, for a router that is trusted.
     """
-    chat_template, chat_formats = _chat_of(settings, tokenizer)
+    chat_template, chat_formats = _chat_of(settings, tokenizer, served.vocab_size)
     factory = MetricFactory()
     output_queue = OutputQueue()
     ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
@@ -180,6 +183,7 @@ def make_service(
     deployments = served.plan.deployments
     return Service(
         is_on_gpu=served.is_on_gpu,
+        has_same_bits=served.has_same_bits,
         settings=settings,
         engine=make_engine(metrics),
         tokenizer=tokenizer,
@@ -202,6 +206,7 @@ def make_service(
             settings.max_schema_bytes,
             settings.grammar_compile_seconds,
             settings.whitespace_pattern,
+            num_rows=served.vocab_size,
         ),
     )
 
@@ -215,10 +220,14 @@ def _ranks(settings: ServeSettings) -> "Ranks | None":
     return Ranks(settings.tensor_parallel_size)
 
 
-def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatFormats]:
+def _chat_of(
+    settings: ServeSettings, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[ChatTemplate, ChatFormats]:
     """Return the chat template and its formats of calls. Raises ModelError or SettingsError."""
-    template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
-    return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
+    template = chat_template_of(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
+    # A marker whose token the model has no row for can only come as text.
+    special = {text: each for text, each in tokenizer.special_ids.items() if each < vocab_size}
+    return template, find_formats(template, special, settings.tool_format)
 
 
 def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
@@ -268,8 +277,6 @@ def _banner(
     ranks: "Ranks | None",
 ) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
-    exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
-    bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
     if checkpoint.device.type == "cpu":
         where += f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
@@ -299,12 +306,17 @@ def _banner(
             *describe(plan),
             *limit_lines(settings),
             *chat_lines,
-            computing_line(checkpoint.products, described(checkpoint.device), bits),
+            *(line for each in checkpoint.left_out for line in warning_lines(each)),
+            computing_line(
+                checkpoint.products,
+                described(checkpoint.device),
+                has_same_bits=checkpoint.report.bitwise,
+            ),
             draft_line(
                 settings.max_draft_tokens,
                 is_on_gpu=checkpoint.device.type == "cuda",
-                is_exact=has_exact_drafts(checkpoint),
+                is_exact=checkpoint.report.bitwise,
             ),
-            f"  self-check       passed; answers are the same in any batch {exact}",
+            self_check_line(has_same_bits=checkpoint.report.bitwise),
         ]
     )

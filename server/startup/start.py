@@ -19,8 +19,8 @@ from ropewalk.server.version import version_and_commit
 if TYPE_CHECKING:
     from ropewalk.server.startup.lifecycle import GracefulServer
 
-# An answer waits about ten times for the interpreter, which a load holds this long at a time (bar
-# its long steps). Python's default is 0.005.
+# An answer waits about ten times for the interpreter, which a load, or the parsing of a long body,
+# holds this long at a time (bar its long steps). Python's default is 0.005.
 _SWITCH_S = 0.001
 
 
@@ -50,7 +50,6 @@ class Start:
         self._url = url_of(settings, listener)
         self.progress = LoadingProgress(teller.say)
         self.answers = LoadingAnswers(settings, self.progress)
-        self._usual_switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         teller.say(f"loading; {self._url} answers 503 until the model has passed its check")
 
@@ -63,9 +62,6 @@ class Start:
         )
         server.run(sockets=[self.listener])
         return server
-
-    def load_has_ended(self) -> None:
-        sys.setswitchinterval(self._usual_switch_s)
 
     def tell_ready(self, banner: str) -> None:
         self.progress.finish()
@@ -89,7 +85,6 @@ class Start:
         app = create_app(service, policy)
 
         def begin() -> None:
-            self.load_has_ended()
             server.serve_model(service, app, policy.spans)
             server.reload_on(self.hangups, Reloader(stated, settings, service))
             self.tell_ready(banner)

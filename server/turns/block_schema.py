@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ropewalk.server.api.strict_body import Body, FirstMistakes
-from ropewalk.server.turns.tool_schema import call_for_template
+from ropewalk.server.turns.tool_schema import CacheControl, call_for_template
 
-Hint = dict[str, Any] | None  # `cache_control`: every prefix is cached, whatever it says
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -20,7 +19,7 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-    cache_control: Hint = None
+    cache_control: CacheControl = None
     citations: list[Any] | None = None
 
 
@@ -44,7 +43,7 @@ class ToolUseBlock(Body):
     id: Id
     name: ToolName
     input: dict[str, Any]
-    cache_control: Hint = None
+    cache_control: CacheControl = None
     caller: dict[str, Any] | None = None
     toolset_name: str | None = None
 
@@ -61,7 +60,7 @@ class ToolResultBlock(Body):
     tool_use_id: Id
     content: str | TextBlocks | None = None
     is_error: bool | None = None
-    cache_control: Hint = None
+    cache_control: CacheControl = None
     toolset_name: str | None = None
 
     @property

@@ -25,7 +25,7 @@ from ropewalk.server.turns.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare
+from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.part_answer import Part, PartAnswer
 from ropewalk.server.turns.tool_schema import (
     AnswerCall,
@@ -43,7 +43,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
         async with service.reserve(body, service.chat_template.stop) as reservation:
-            turn = _turn(service, body)
+            turn = _turn(body)
             prepared = await prepare(service, turn)
             predicted_ids: Sequence[int] = ()
             if body.prediction is not None:
@@ -62,14 +62,15 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-def _turn(service: Service, body: ChatRequest) -> ChatTurn:
-    """Return what a body asks of the model. Raises RequestError."""
+def _turn(body: ChatRequest) -> ChatTurn:
+    """Return what a body asks of the model."""
     return ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         add_special_tokens=bool(body.add_special_tokens),
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
+        documents=body.documents,
         reasoning_effort=body.reasoning_effort,
         tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
@@ -221,6 +222,9 @@ class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, An
         if self.readers:
             return self.readers[index].finish_reason(output)
         return finish_reason(output)
+
+    def shows_prompt(self, index: int) -> bool:  # noqa: ARG002  # all choices have one prompt
+        return super().shows_prompt(0)
 
     def own_fields(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompt_token_ids(0)}

@@ -26,6 +26,7 @@ from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
     AnswerCall,
+    CacheControl,
     CallField,
     DeltaCall,
     ToolChoiceField,
@@ -37,6 +38,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 _MAX_MESSAGES = 4096
+_MAX_DOCUMENTS = 1024
 
 
 class TextPart(Body):
@@ -44,6 +46,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +95,7 @@ class Message(Body):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
@@ -150,6 +154,16 @@ Messages = Annotated[
     list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
 ]
 Tools = Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
+Documents = Annotated[
+    list[dict[str, Any]],
+    Field(
+        max_length=_MAX_DOCUMENTS,
+        fail_fast=True,
+        description="Documents for the chat template, which must read them (vLLM's field).",
+        examples=[[{"title": "Opening hours", "text": "Open from 9 to 5."}]],
+    ),
+    FirstMistakes,
+]
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], few(16)]
 
 
@@ -219,6 +233,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    documents: Documents | None = None
     modalities: list[str] | None = None
     prediction: Prediction | None = None
     reasoning_effort: ReasoningEffort | None = None

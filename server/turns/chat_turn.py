@@ -6,7 +6,7 @@ choice with a ChoiceReader (`part_answer.py`). Neither knows a body or an answer
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,8 @@ class ChatTurn:
     opens_answer: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, checked
+    variables: Mapping[str, Any] | None = None  # of the chat template
+    documents: Sequence[Mapping[str, Any]] | None = None  # for the chat template
     reasoning_effort: str | None = None
     tools: Sequence[Tool] = ()
     choice: CallChoice = field(default_factory=CallChoice)
@@ -110,7 +111,7 @@ async def prompt_ids(service: Service, turn: ChatTurn, text: str) -> tuple[int, 
 
 async def render(service: Service, turn: ChatTurn) -> str:
     """Render a turn into the text of its prompt. Raises RequestError."""
-    template, formats = service.chat_template, service.chat_formats
+    formats = service.chat_formats
     if turn.tools and formats.tools is None:
         raise RequestError("`tools` are not served (tool_format is none)", param="tools")
     messages: Sequence[Mapping[str, Any]] = turn.messages
@@ -125,26 +126,39 @@ async def render(service: Service, turn: ChatTurn) -> str:
         messages = with_instructions(
             messages, tools, tool_format or GENERIC, reads_system=formats.reads_system
         )
+    template = service.chat_template.picked(
+        has_tools=bool(rendered_tools), has_documents=bool(turn.documents)
+    )
+    if turn.documents and not template.reads_documents:
+        raise RequestError(
+            "`documents` are not read by this model's chat template", param="documents"
+        )
+    allowed = service.settings.allowed_chat_template_kwargs
     rendering = template.submit(
         messages,
         add_generation_prompt=turn.opens_answer,
         continue_final_message=turn.continue_final_message,
-        variables={**_effort_variables(service, turn.reasoning_effort), **turn.variables},
+        variables={
+            **_effort_variables(template.variables, allowed, turn.reasoning_effort),
+            **_checked_variables(template.variables, allowed, turn.variables or {}),
+        },
         tools=rendered_tools,
+        documents=turn.documents,
     )
     return await asyncio.wrap_future(rendering)
 
 
-def checked_variables(service: Service, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables without those that ask nothing of this template.
+def _checked_variables(
+    read: Collection[str], allowed: Collection[str], variables: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the variables without those that ask nothing of a template that reads `read`.
 
     Raises RequestError for one that the operator does not allow or that the template does not read.
     """
-    allowed = service.settings.allowed_chat_template_kwargs
     used: dict[str, Any] = {}
-    for name, value in (variables or {}).items():
+    for name, value in variables.items():
         asks_nothing = value is None or (value is False and name in _SWITCHES)
-        if asks_nothing and name not in service.chat_template.variables:
+        if asks_nothing and name not in read:
             continue  # clients turn reasoning off for models that have none
         if name not in allowed:
             raise RequestError(
@@ -152,7 +166,7 @@ def checked_variables(service: Service, variables: Mapping[str, Any] | None) -> 
                 f"Given: {name[:64]!a}",
                 param="chat_template_kwargs",
             )
-        if name not in service.chat_template.variables:
+        if name not in read:
             raise RequestError(
                 f"`chat_template_kwargs.{name}` is not read by this model's chat template",
                 param="chat_template_kwargs",
@@ -182,19 +196,19 @@ def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
-def _effort_variables(service: Service, effort: str | None) -> dict[str, Any]:
-    """Return the template's variables for OpenAI's `reasoning_effort`.
+def _effort_variables(
+    read: Collection[str], allowed: Collection[str], effort: str | None
+) -> dict[str, Any]:
+    """Return a template's variables for OpenAI's `reasoning_effort`.
 
     If the template reads no effort but a switch, then `none` turns it off and the others on.
     Raises RequestError if the operator allows none of the variables that the template reads.
     """
     if effort is None:
         return {}
-    read = service.chat_template.variables
     found: dict[str, Any] = {"reasoning_effort": effort}
     if "reasoning_effort" not in read:
         found = {name: effort != "none" for name in _SWITCHES if name in read}
-    allowed = service.settings.allowed_chat_template_kwargs
     if found and not found.keys() & set(allowed):
         raise RequestError(
             f"`reasoning_effort` sets {next(iter(found))} of this model's chat template, which "

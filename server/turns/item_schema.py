@@ -8,7 +8,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ropewalk.server.api.strict_body import Body, FirstMistakes, other_kind
-from ropewalk.server.turns.tool_schema import FunctionName, call_for_template, problem_of_arguments
+from ropewalk.server.turns.tool_schema import (
+    FunctionName,
+    arguments_of,
+    call_for_template,
+    problem_of_arguments,
+)
 
 _MAX_ITEMS = 4096
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -229,4 +234,4 @@ def _add_plain(messages: list[dict[str, Any]], item: MessageItem) -> None:
 
 
 def _call(item: CallItem) -> dict[str, Any]:
-    return call_for_template(item.call_id, item.name, json.loads(item.arguments or "{}"))
+    return call_for_template(item.call_id, item.name, json.loads(arguments_of(item.arguments)))

@@ -9,8 +9,8 @@ from ropewalk.model_runtime.text.tools.tool_format import Tool
 from ropewalk.server.api.generation_schema import StopString
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
 from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.block_schema import (
-    Hint,
     Message,
     TextBlocks,
     ToolName,
@@ -18,7 +18,13 @@ from ropewalk.server.turns.block_schema import (
     problems_of_results,
 )
 from ropewalk.server.turns.chat_schema import TemplateVariables
-from ropewalk.server.turns.tool_schema import MAX_TOOLS, SkippedTool, problems_of_names, tool_of
+from ropewalk.server.turns.tool_schema import (
+    MAX_TOOLS,
+    CacheControl,
+    SkippedTool,
+    problems_of_names,
+    tool_of,
+)
 
 _MAX_MESSAGES = 4096
 # Claude Code's default, which keeps what this server keeps anyway.
@@ -38,7 +44,7 @@ class ClientTool(Body):
     type: Literal["custom"] | None = None
     description: str | None = Field(None, max_length=65_536)
     strict: bool | None = None
-    cache_control: Hint = None
+    cache_control: CacheControl = None
     eager_input_streaming: bool | None = None  # a hint
     input_examples: list[dict[str, Any]] | None = None  # a hint
     allowed_callers: list[str] | None = None
@@ -122,7 +128,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Hint = None
+    cache_control: CacheControl = None
     speed: str | None = None
     context_management: dict[str, Any] | None = None
     chat_template_kwargs: TemplateVariables | None = None  # our own
@@ -184,7 +190,12 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(ge=1, le=INT64)
     stop_sequences: (
-        Annotated[list[StopString], Field(max_length=64, fail_fast=True), FirstMistakes] | None
+        Annotated[
+            list[StopString],
+            Field(max_length=largest("max_stop_strings"), fail_fast=True),
+            FirstMistakes,
+        ]
+        | None
     ) = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -20,7 +20,7 @@ from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.errors import OUTPUT_NOT_READ
 from ropewalk.server.turns.block_schema import messages_for_template
-from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare, prompt_ids, render
+from ropewalk.server.turns.chat_turn import ChatTurn, prepare, prompt_ids, render
 from ropewalk.server.turns.message_schema import (
     ClientTool,
     CountTokensRequest,
@@ -223,7 +223,7 @@ def messages_router(service: Service) -> APIRouter:
         )
         with in_words_of(_NAMES):
             async with service.reserve(asked, service.chat_template.stop) as reservation:
-                prepared = await prepare(service, _turn(service, body))
+                prepared = await prepare(service, _turn(body))
                 # The field is required, so clients send more than there may be room for.
                 room = reservation.deployment.max_len - len(prepared.prompt_ids) + 1
                 if room < body.max_tokens:
@@ -236,21 +236,21 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
         service.deployment(body.model)
-        turn = _turn(service, body)
+        turn = _turn(body)
         tokens = await prompt_ids(service, turn, await render(service, turn))
         return TokenCount(input_tokens=len(tokens))
 
     return router
 
 
-def _turn(service: Service, body: CountTokensRequest) -> ChatTurn:
-    """Return what a body asks of the model. Raises RequestError."""
+def _turn(body: CountTokensRequest) -> ChatTurn:
+    """Return what a body asks of the model."""
     choice = body.tool_choice
     return ChatTurn(
         messages=messages_for_template(body.system, body.messages),
         opens_answer=not body.continues,
         continue_final_message=body.continues,
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
         reasoning_effort=body.effort,
         tools=[
             tool.tool(index)

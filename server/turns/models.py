@@ -1,20 +1,23 @@
 """The routes about models and tokens, and their bodies."""
 
 import asyncio
-from collections.abc import Iterator
-from functools import partial
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import ConfigDict, Field
+from pydantic_core import to_json
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import TokenId
 from ropewalk.server.api.json_body import JsonBodyRoute
+from ropewalk.server.api.output_queue import json_bytes
 from ropewalk.server.api.rope_schema import PositionsField
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
 from ropewalk.server.turns.chat_schema import (
+    Documents,
     Messages,
     ReasoningEffort,
     TemplateVariables,
@@ -22,8 +25,10 @@ from ropewalk.server.turns.chat_schema import (
     problems_of_opening,
     problems_of_results,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prompt_ids, render
+from ropewalk.server.turns.chat_turn import ChatTurn, prompt_ids, render
 from ropewalk.server.turns.tool_schema import ToolChoiceField, call_choice, problems_of_choice
+
+_PIECE = 65536  # tokens; writing them takes some 5 ms
 
 
 class TierEntry(Body):
@@ -79,6 +84,7 @@ class Model(Body):
     # Of its answers' bytes, for routers: docs/router.md#servers-that-differ
     fingerprint: str | None = Field(None, exclude_if=is_none)
     arithmetic: str | None = Field(None, exclude_if=is_none)
+    same_bits_in_any_batch: bool  # of an answer; false: within rounding, as on a GPU
     ropewalk: ScalingEntry
     kv_cache: CacheEntry  # which may differ between servers behind a router
 
@@ -92,7 +98,7 @@ class ModelList(Body):
 
 _OF_MESSAGES = (
     *("tools", "tool_choice", "reasoning_effort", "continue_final_message"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "documents"),
 )
 
 
@@ -111,6 +117,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    documents: Documents | None = None
     # Default: as the route does that generates: added to a prompt, not to messages.
     add_special_tokens: bool | None = None
 
@@ -151,7 +158,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=256)
-    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes, InPieces]
     skip_special_tokens: bool | None = None
 
 
@@ -173,6 +180,22 @@ class TokenizerInfo(Body):
     chat_template: str
 
 
+async def _in_json(write: Callable[..., bytes], *args: Any) -> Response:
+    """Return an answer that may be long; FastAPI would validate it on the event loop."""
+    content = await asyncio.to_thread(write, *args)
+    return Response(content, media_type="application/json")
+
+
+def _with_tokens(answer: bytes, tokens: Sequence[int]) -> bytes:
+    """Return an answer that ends in an empty list with its tokens, made in pieces.
+
+    A million in one call would keep the interpreter from other threads for 90 ms.
+    """
+    starts = range(0, len(tokens), _PIECE)
+    pieces = [to_json(tokens[start : start + _PIECE])[1:-1] for start in starts]
+    return b"".join((answer.removesuffix(b"]}"), b",".join(pieces), b"]}"))
+
+
 async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
     """Tokenise a text, or messages as the chat route renders them. Raises RequestError."""
     asked = body.add_special_tokens
@@ -185,7 +208,8 @@ async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
         continue_final_message=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
+        documents=body.documents,
         tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
     )
@@ -206,6 +230,7 @@ def model_router(service: Service) -> APIRouter:
             meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
             fingerprint=None if found is None else found.of_name(deployment),
             arithmetic=None if found is None else found.arithmetic,
+            same_bits_in_any_batch=service.has_same_bits,
             ropewalk=ScalingEntry(
                 original_max_position_embeddings=deployment.original_len,
                 rope_type=deployment.rope_type,
@@ -242,24 +267,23 @@ def model_router(service: Service) -> APIRouter:
     async def model(name: str) -> Model:
         return model_of(service.deployment(name), name)
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
         deployment = service.deployment(body.model)
         tokens = await tokens_of(service, body)
-        return TokenizeResponse(
-            count=len(tokens), max_model_len=deployment.max_len, tokens=list(tokens)
-        )
+        answer = TokenizeResponse(count=len(tokens), max_model_len=deployment.max_len, tokens=[])
+        return await _in_json(_with_tokens, json_bytes(answer), tokens)
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    @router.post("/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest) -> Response:
         service.deployment(body.model)
+        if len(body.tokens) > service.longest_text:
+            told = f"`tokens` must have at most {service.longest_text} entries"
+            raise RequestError(f"{told}. Given: {len(body.tokens)}", param="tokens")
         service.check_token_id(max(body.tokens, default=0), "tokens")
-        decode = partial(
-            service.tokenizer.decode,
-            body.tokens,
-            skip_special_tokens=bool(body.skip_special_tokens),
-        )
-        return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
+        skips = bool(body.skip_special_tokens)
+        text = await service.text_of(body.tokens, skip_special_tokens=skips)
+        return await _in_json(json_bytes, DetokenizeResponse.model_construct(prompt=text))
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:

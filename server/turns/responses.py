@@ -14,7 +14,7 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.errors import OUTPUT_NOT_READ
-from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare
+from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.item_schema import messages_of
 from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.response_schema import (
@@ -215,7 +215,7 @@ def responses_router(service: Service) -> APIRouter:
         asked = _Request.of(body, max_tokens=body.max_output_tokens)
         with in_words_of(_NAMES):
             async with service.reserve(asked, service.chat_template.stop) as reservation:
-                prepared = await prepare(service, _turn(service, body))
+                prepared = await prepare(service, _turn(body))
                 submission = reservation.submit(
                     [prepared.prompt_ids], prepared.grammar, prepared.shown_ids, prepared.masked_id
                 )
@@ -224,11 +224,11 @@ def responses_router(service: Service) -> APIRouter:
     return router
 
 
-def _turn(service: Service, body: ResponsesRequest) -> ChatTurn:
-    """Return what a body asks of the model. Raises RequestError."""
+def _turn(body: ResponsesRequest) -> ChatTurn:
+    """Return what a body asks of the model."""
     return ChatTurn(
         messages=messages_of(body.instructions, body.input),
-        variables=checked_variables(service, body.chat_template_kwargs),
+        variables=body.chat_template_kwargs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         tools=[
             tool.tool(index)

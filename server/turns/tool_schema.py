@@ -36,6 +36,14 @@ class CallChoice:
         return cls("required", frozenset([name]), is_named=True)
 
 
+# Clients of Anthropic's models send it to every server.
+CacheControl = Annotated[
+    dict[str, Any] | None,
+    Field(
+        description="Accepted without effect: every prefix is cached.",
+        examples=[{"type": "ephemeral"}],
+    ),
+]
 MAX_TOOLS = 128  # OpenAI's limit
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
@@ -63,6 +71,7 @@ class FunctionField(Body):
     description: str | None = Field(None, max_length=16_384)
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl = None
 
 
 class ToolField(Body):
@@ -70,6 +79,7 @@ class ToolField(Body):
 
     type: Literal["function"]
     function: FunctionField
+    cache_control: CacheControl = None
 
     _refuse_other_types = model_validator(mode="before")(_function_only)
 
@@ -148,11 +158,16 @@ def _not_a_number(word: str) -> Any:
 _ARGUMENTS = json.JSONDecoder(object_pairs_hook=object_of, parse_constant=_not_a_number)
 
 
+def arguments_of(text: str) -> str:
+    """Return the JSON of an earlier call's arguments; clients write no argument as no text."""
+    return text if text.strip() else "{}"
+
+
 def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]]:
     """Yield the field of a call's arguments if they are no JSON object, or too deep a one."""
     told = ""
     try:
-        decoded = _ARGUMENTS.decode(arguments or "{}")
+        decoded = _ARGUMENTS.decode(arguments_of(arguments))
         # The stack that is left where they are decoded again may have less of the stack left.
         if isinstance(decoded, dict) and not is_too_deep(decoded):
             return
@@ -197,7 +212,7 @@ class CallField(Body):
         yield from problem_of_arguments("function.arguments", self.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = json.loads(arguments_of(self.function.arguments))
         return call_for_template(self.id, self.function.name, arguments)
 
 

@@ -40,7 +40,8 @@ def check_model(settings: ServeSettings, *, is_loaded_next: bool) -> Finding:
         weights = f"{size_text(outlook.num_weight_bytes)} of weights"
     longest = max(each.max_len for each in plan.deployments)
     dtype = str(outline.dtype).removeprefix("torch.")
-    warning = "" if outlook.template_problem is None else f"; {outlook.template_problem}"
+    problems = [outlook.template_problem, *outlook.left_out]
+    warning = "".join(f"; {each}" for each in problems if each is not None)
     return Finding(
         "warn" if warning else "ok",
         "model",

@@ -85,7 +85,7 @@ def run_lengths(
 
 def _chat_frame(settings: ServeSettings, tokenizer: Tokenizer) -> ChatFrame:
     """Return the template's text around a user's message. Raises EvalError, ModelError."""
-    template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+    template = chat_template_of(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
     message = "the message"
     text = template.render([{"role": "user", "content": message}])
     before, found, after = text.partition(message)

@@ -71,14 +71,15 @@ def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, objec
 
 def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what processor, libraries and our kernels decide."""
+    has_inexact_rows = checkpoint.device.type == "cpu" and not checkpoint.report.bitwise
     return {
         "keys_by_token": backend_for(checkpoint.device).row_keys,
         "products": checkpoint.products,
         "attention": described(checkpoint.device),
         # A trial by time decides this, so equal machines may differ.
         "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
-        # Where the self-check found that a row's bits depend on the batch, threads may, too.
-        "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
+        # Where a row's bits depend on the batch, they may depend on the threads of a CPU, too.
+        "threads": torch.get_num_threads() if has_inexact_rows else None,
         "arithmetic": arithmetic_hash(*_SOURCES),
         **_gpu_facts(checkpoint.device),
     }

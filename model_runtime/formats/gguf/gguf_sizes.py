@@ -1,7 +1,6 @@
 """The sizes of a GGUF file's model: layers, heads, widths, vocabulary and length."""
 
 import math
-from collections.abc import Mapping
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.config_limits import impossible
@@ -81,16 +80,6 @@ def _vocab_size(file: GgufFile) -> int:
     return num_rows
 
 
-# The file's names of sampling parameters -> ours.
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-
-
 def served_tensors(file: GgufFile) -> dict[str, TensorInfo]:
     """Return a file's tensors without rotary factors and heads that predict further tokens."""
     block, extra = f"{file.architecture}.block_count", f"{file.architecture}.{_NUM_EXTRA}"
@@ -119,14 +108,3 @@ def storage_of(file: GgufFile) -> tuple[int, str]:
         values[info.type_name] = values.get(info.type_name, 0) + math.prod(info.shape)
     names = sorted(values, key=lambda name: (-values[name], name))
     return file.num_bytes, ", ".join(names)
-
-
-def sampling_of(file: GgufFile) -> Mapping[str, float]:
-    """Return the sampling parameters that the file recommends. Raises ModelError."""
-    found: dict[str, float] = {}
-    for key, name in _SAMPLING.items():
-        full = f"general.sampling.{key}"
-        if full in file.metadata:
-            is_count = name == "top_k"
-            found[name] = file.integer(full, minimum=0) if is_count else file.number(full)
-    return found

@@ -108,13 +108,20 @@ class FileTokenizer:
     backend: Tokenizer
     special_tokens: dict[str, str]  # bos_token, eos_token, ... -> text
     end_ids: frozenset[int]
-    chat_template: str | None
+    chat_templates: dict[str, str]  # by their names
 
 
-def chat_template_of(file: GgufFile) -> str | None:
-    """Return the file's chat template, or None. Raises ModelError."""
+def _chat_templates(file: GgufFile) -> dict[str, str]:
+    """Return the file's chat templates by their names. Raises ModelError."""
     key = "tokenizer.chat_template"
-    return file.string(key) if file.metadata.get(key) is not None else None
+    keys = {"default": key} | {
+        name.removeprefix(f"{key}."): name for name in file.metadata if name.startswith(f"{key}.")
+    }
+    return {
+        name: file.string(each)
+        for name, each in keys.items()
+        if file.metadata.get(each) is not None
+    }
 
 
 def read_tokenizer(file: GgufFile) -> FileTokenizer:
@@ -138,7 +145,7 @@ def read_tokenizer(file: GgufFile) -> FileTokenizer:
     special = {name: vocabulary.tokens[ids[key]] for name, key in named.items() if key in ids}
     ends = {ids[key] for key in ("eos", "eot", "eom") if key in ids}
     ends |= vocabulary.ends_by_text()
-    return FileTokenizer(backend, special, frozenset(ends), chat_template_of(file))
+    return FileTokenizer(backend, special, frozenset(ends), _chat_templates(file))
 
 
 class _Vocabulary:

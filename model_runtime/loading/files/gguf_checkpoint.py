@@ -167,7 +167,7 @@ def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, frozenset[int]]:
     read = read_tokenizer(read_gguf(path))
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=read.backend,
-        chat_template=read.chat_template,
+        chat_template=read.chat_templates or None,
         clean_up_tokenization_spaces=False,
         **read.special_tokens,
     )

@@ -1,12 +1,11 @@
 """Load with transformers, and report any failure as one sentence."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ropewalk.model_runtime.errors import ModelError
@@ -60,21 +59,6 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> To
     """Load the tokenizer of a model folder. Raises ModelError."""
     loaded = from_pretrained(_StatedTokenizer, source, trust_remote_code=trust_remote_code)
     return Tokenizer(loaded)
-
-
-def generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
-    """Return the fields of generation_config; if it is absent, the config's end token."""
-    try:
-        stated: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
-    except OSError:
-        stated = {"eos_token_id": config.get_text_config().eos_token_id}
-    return stated
-
-
-def end_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    declared = generation.get("eos_token_id")
-    ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
 
 
 def leave_file(model: nn.Module) -> None:

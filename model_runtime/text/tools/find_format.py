@@ -89,8 +89,9 @@ def _found(template: ChatTemplate, special: Mapping[str, int], asked: str) -> Ch
 
 
 def _reasoning(template: ChatTemplate, special: Mapping[str, int]) -> ReasoningFormat | None:
+    texts = template.texts.values()
     for each in REASONING_FORMATS:
-        if each.close in template.text or {each.open, each.close} <= special.keys():
+        if any(each.close in text for text in texts) or {each.open, each.close} <= special.keys():
             return each
     return None
 
@@ -103,7 +104,7 @@ def _rendered(
     if answer is not None:
         messages.append(answer)
     try:
-        return template.render(
+        return template.picked(has_tools=bool(tools)).render(
             messages,
             add_generation_prompt=answer is None,
             tools=[tool.for_template() for tool in tools],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Fields that differ between servers that answer alike.
-_OWN = frozenset({"created", "kv_cache"})
+_OWN = frozenset({"created", "kv_cache", "same_bits_in_any_batch"})
 _FINGERPRINTS = ("fingerprint", "arithmetic")
 _MOST_REASONS = 3  # in an answer
 _SHOWN = 8  # digits of a fingerprint in the log

@@ -161,8 +161,14 @@ def _may_ask(deployment: Deployment) -> str:
     return f"may name {methods}; {factors if deployment.max_rope_factor > 1 else ''}{policies}"
 
 
-def computing_line(products: str, attention: str, bits: str) -> str:
-    """Return the banner's line about products, attention and bits; the dry run prints it, too."""
+def computing_line(products: str, attention: str, *, has_same_bits: bool | None) -> str:
+    """Return the banner's line about products, attention and bits; the dry run prints it, too.
+
+    `has_same_bits`: whether answers have the same bits in any batch; None: a load tells.
+    """
+    bits = "same in any batch" if has_same_bits else "depend on the batch"
+    if has_same_bits is None:
+        bits = "the self-check tells"
     return f"  products         {products}; attention: {attention}; bits: {bits}"
 
 
@@ -204,6 +210,12 @@ def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:
         f"  tensor parallel  {size} ranks, {bits}; a rank holds {size_text(weight_bytes)} of "
         f"weights and {size_text(cache_bytes)} of cache"
     )
+
+
+def self_check_line(*, has_same_bits: bool) -> str:
+    """Return the banner's line about the self-check, and what is promised of answers."""
+    exact = "to the bit" if has_same_bits else "within rounding"
+    return f"  self-check       passed; answers are the same in any batch {exact}"
 
 
 def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> str:

@@ -13,6 +13,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 )
 from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
+from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -26,9 +27,9 @@ from ropewalk.model_runtime.loading.model_config import (
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
-    plain_template,
+    plain_templates,
     refuse_absent,
-    written_template,
+    written_templates,
 )
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import bytes_per_state
@@ -66,6 +67,7 @@ class Outlook:
     low_bits: Storage | None  # of weights in few bits; None: all are floats
     template: str  # of chats
     template_problem: str | None  # on a plain conversation
+    left_out: tuple[str, ...] = ()  # a sentence for each value of its files that is not used
     advice: str | None = None  # if a context does not fit the memory
 
 
@@ -112,12 +114,10 @@ def refuse_before_listening(settings: ServeSettings) -> None:
 def _refuse_chats_and_deployments(settings: ServeSettings, outline: ModelConfig) -> None:
     """Raise ModelError or SettingsError for a wrong chat template, wrong deployments, or both."""
     source = Path(outline.source)
-    written = written_template(source) if source.is_dir() else None
+    written = written_templates(source) if source.is_dir() else None
     problems = Problems()
     if written is not None or settings.chat_template is not None:
-        problems.tried(
-            lambda: _tried_template(settings, lambda: None if written is None else written[0])
-        )
+        problems.tried(lambda: _tried_template(settings, lambda: written or {}))
     problems.tried(lambda: plan_deployments(settings, outline.native()))
     problems.refuse()
 
@@ -160,7 +160,8 @@ def outlook_of(settings: ServeSettings) -> Outlook:
         lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
     )
     chats = template.text, template.plain_problem
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, advice)
+    left_out = generation_of(outline).left_out
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, left_out, advice)
 
 
 def _advised_plan(
@@ -248,7 +249,7 @@ def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | N
 
 def _tried_template(
     settings: ServeSettings,
-    own: Callable[[], str | None],
+    own: Callable[[], Mapping[str, str]],
     special_tokens: Mapping[str, str] | None = None,
 ) -> ChatTemplate:
     """Return the chat template, after a few conversations. Raises ModelError or SettingsError."""
@@ -262,18 +263,18 @@ def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
     """Return the template of chats, read without transformers if the tokenizer is a plain one."""
     source = Path(outline.source)
     if isinstance(outline.config, PlainConfig) or source.is_file():  # a file in GGUF
-        found = plain_template(source)
+        found = plain_templates(source)
         if found is not None:
-            template = _tried_template(settings, lambda: found[0])
+            template = _tried_template(settings, lambda: found)
             if template.plain_problem is None:
                 return template
             # The special tokens, which only a whole tokenizer tells, may be all that it lacks.
             if source.is_file():
-                return _tried_template(settings, lambda: found[0], _special_tokens(source))
+                return _tried_template(settings, lambda: found, _special_tokens(source))
     from ropewalk.model_runtime.loading.files.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
-    return _tried_template(settings, tokenizer.own_template, tokenizer.special_tokens_map)
+    return _tried_template(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
 
 
 def _special_tokens(source: Path) -> Mapping[str, str]:
@@ -299,7 +300,9 @@ def _rank_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     if outlook.rank_weight_bytes is None:
         return []
     size, cache_bytes = settings.tensor_parallel_size, outlook.plan.rank_cache_bytes
-    return [rank_line(size, "a load tells their bits", outlook.rank_weight_bytes, cache_bytes)]
+    is_on_cpu = outlook.outline.device.type == "cpu"
+    bits = "a load tells their bits" if is_on_cpu else "within rounding"
+    return [rank_line(size, bits, outlook.rank_weight_bytes, cache_bytes)]
 
 
 def _chat_line(settings: ServeSettings, template: str) -> list[str]:
@@ -335,6 +338,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         memory += f", of {size_text(machine.total)} ({size_text(machine.free)} are free now)"
     elif settings.kv_cache_gib is None and settings.kv_cache_tokens is None:
         memory += " (estimated: `serve` runs a step of the model and sizes the cache by that)"
+    is_on_gpu = outline.device.type == "cuda"
+    has_same_bits = False if is_on_gpu else None  # on a CPU the self-check tells
     return [
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
@@ -346,12 +351,9 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
         *warning_lines(outlook.template_problem),
-        computing_line(products, attention, "the self-check tells"),
-        draft_line(
-            settings.max_draft_tokens,
-            is_on_gpu=outline.device.type == "cuda",
-            is_exact=False if outline.device.type == "cuda" else None,
-        ),
+        *(line for each in outlook.left_out for line in warning_lines(each)),
+        computing_line(products, attention, has_same_bits=has_same_bits),
+        draft_line(settings.max_draft_tokens, is_on_gpu=is_on_gpu, is_exact=has_same_bits),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

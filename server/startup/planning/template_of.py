@@ -1,17 +1,18 @@
-"""The chat template that a server uses: the operator's, or the tokenizer's own."""
+"""The chat template that a server uses: the operator's, or the tokenizer's own ones."""
 
 from collections.abc import Callable, Mapping
 
-from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.text.chat_template import DEFAULT, RESERVED, ChatTemplate
 from ropewalk.server.settings.load import ServeSettings, SettingsError, chat_template_text
 
 
 def chat_template_of(
     settings: ServeSettings,
-    own: Callable[[], str | None],
+    own: Callable[[], Mapping[str, str]],
     special_tokens: Mapping[str, str] | None = None,
 ) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's `own`.
+    """Return the operator's chat template, or the tokenizer's `own` by their names.
 
     Raises ModelError or SettingsError.
     """
@@ -21,5 +22,13 @@ def chat_template_of(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
     stated = chat_template_text(settings)
-    text = own() if stated is None else stated
-    return ChatTemplate(text, special_tokens, settings.chat_template_seconds)
+    seconds = settings.chat_template_seconds
+    if stated is not None:
+        return ChatTemplate(stated, special_tokens, seconds)
+    others = dict(own())
+    if others and DEFAULT not in others:
+        raise ModelError(
+            f"the tokenizer has the chat templates {', '.join(sorted(others))} and none named "
+            f"{DEFAULT}, name a file (chat_template)"
+        )
+    return ChatTemplate(others.pop(DEFAULT, None), special_tokens, seconds, others)

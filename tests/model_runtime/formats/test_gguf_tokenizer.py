@@ -123,7 +123,7 @@ def test_end_tokens_are_named_ones_and_control_tokens_of_known_texts(tmp_path: P
     found = tokenizer_of(tmp_path / "t.gguf", vocabulary)
     assert found.end_ids == {1, 290, 293, 294}
     assert found.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    assert found.chat_template == "{{ 1 }}"
+    assert found.chat_templates == {"default": "{{ 1 }}"}
     ids = found.backend.encode("a<|other|>b<end_of_turn>", add_special_tokens=False).ids
     assert ids == [tokens.index("a"), 292, tokens.index("b"), 294]
     wrapped, ends = load_gguf_tokenizer(tmp_path / "t.gguf")

@@ -24,7 +24,7 @@ from ropewalk.model_runtime.loading.plain_config import (
     PlainNumberType,
     plain_config,
     plain_number_type,
-    plain_template,
+    plain_templates,
 )
 from tests.checkpoints.tiny_models import tiny_model
 
@@ -143,7 +143,7 @@ def test_a_broken_file_is_left_to_transformers(tmp_path: Path) -> None:
     assert plain_config(tmp_path) is None
     (tmp_path / "config.json").write_text("[")
     assert plain_config(tmp_path) is None
-    assert plain_template(tmp_path) is None
+    assert plain_templates(tmp_path) is None
     assert plain_number_type("float16") is None
 
 
@@ -154,7 +154,7 @@ def test_the_embedded_model_is_plain() -> None:
     assert_equal(plain, full)
     assert plain.num_weight_bytes() == full.num_weight_bytes()
     template = (EMBEDDED_MODEL / "chat_template.jinja").read_text()
-    assert plain_template(EMBEDDED_MODEL) == (template,)
+    assert plain_templates(EMBEDDED_MODEL) == {"default": template}
 
 
 def test_trials_are_remembered_for_the_same_machine_only(

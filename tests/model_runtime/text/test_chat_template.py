@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from ropewalk.model_runtime.errors import ModelError, RequestError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate, own_template
+from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate, own_templates
 from tests.doubles.tokens import byte_tokenizer_fast
 from tests.servers.tool_templates import TOOL_TEMPLATES
 
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
     """The reference is transformers' rendering of the same messages."""
     tokenizer.chat_template = TEMPLATE
-    chat = ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)
+    chat = ChatTemplate(own_templates(tokenizer)["default"], tokenizer.special_tokens_map)
     assert (chat.is_fallback, chat.stop) == (False, ())
     for options in (
         {"add_generation_prompt": True},
@@ -158,7 +158,8 @@ def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:
 def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
     """A base model continues such a text, and it stops before the user's next turn."""
     tokenizer.chat_template = None
-    chat = ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)
+    assert own_templates(tokenizer) == {}
+    chat = ChatTemplate(None, tokenizer.special_tokens_map)
     assert chat.render(MESSAGES[:2]) == "System: Be brief.\nUser:  import os \nAssistant:"
     open_end = chat.render(MESSAGES, add_generation_prompt=False, continue_final_message=True)
     assert open_end.endswith("\nAssistant: import sys")
@@ -200,6 +201,6 @@ def test_a_broken_template_is_a_sentence_at_start(tokenizer: Any) -> None:
         ChatTemplate("a\n{% if %}", tokenizer.special_tokens_map)
     with pytest.raises(ModelError, match="the chat template, line 1: No filter named 'shouted'"):
         ChatTemplate("{{ messages | shouted }}", tokenizer.special_tokens_map)
-    tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
-    with pytest.raises(ModelError, match="chat templates"):
-        ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)
+    tokenizer.chat_template = {"default": "a", "rag": 5}
+    with pytest.raises(ModelError, match="chat template 'rag' must be a text"):
+        own_templates(tokenizer)

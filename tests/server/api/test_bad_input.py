@@ -28,7 +28,11 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "max_tokens": true}', "max_tokens", "must be an integer. Given: true"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "`max_tokens` of 0 needs `echo`"),
         ('{"prompt": "a", "seed": ' + "9" * 100 + "}", "seed", "more than 20 digits"),
-        ('{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}', "stop", "most 4 strings. Given: 5"),
+        (
+            '{"prompt": "a", "stop": [' + '"a", ' * 64 + '"a"]}',
+            "stop",
+            "most 64 strings. Given: 65",
+        ),
         ('{"prompt": "a", "stop": "' + "x" * 257 + '"}', "stop", "at most 256 characters each"),
         ('{"prompt": "a", "stop_token_ids": [' + "1," * 128 + "1]}", "stop_token_ids", "most 128"),
         ('{"prompt": "a", "stop": 5}', "stop", "must be a string or a list of strings"),

@@ -15,6 +15,7 @@ def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     assert model.model_extra is not None
     assert model.model_extra["max_model_len"] == 2048
     assert model.model_extra["meta"] == {"n_ctx": 2048, "n_ctx_train": 256}
+    assert model.model_extra["same_bits_in_any_batch"] is True, "on a CPU"
     about = model.model_extra["ropewalk"]
     assert about.pop("allowed_rope_types")[:2] == ["default", "dynamic"]
     assert [tuple(each.values()) for each in about.pop("tiers")] == [
@@ -122,3 +123,22 @@ def test_special_tokens_are_added_to_a_prompt_unless_told(server: Server) -> Non
 
     assert num_prompt_tokens() == num_prompt_tokens(add_special_tokens=True) == 3
     assert num_prompt_tokens(add_special_tokens=False) == 2
+
+
+def test_a_text_with_its_own_bos_token_has_it_once(server: Server) -> None:
+    """Both answers are those of the text without it, with its echo and logprobs."""
+    bos = httpx.get(f"{server.url}/tokenizer_info").json()["bos_token"]
+
+    def answer(prompt: str) -> tuple[object, object]:
+        asked = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+        body = httpx.post(f"{server.url}/v1/completions", json=asked).json()
+        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}).json()["tokens"]
+        return body["choices"], (tokens, body["usage"]["prompt_tokens"])
+
+    assert answer(f"{bos}import os") == answer("import os")
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    counts = [
+        httpx.post(f"{server.url}/tokenize", json={**chat, "add_special_tokens": added}).json()
+        for added in (False, True)
+    ]
+    assert counts[0] == counts[1], "the chat template writes it, too"

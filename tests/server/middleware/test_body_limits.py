@@ -14,7 +14,8 @@ from tests.servers.processes import Server
 
 _LONGEST = 2048  # tokens of the embedded model
 _MAX_BYTES = 2**20 + 64 * _LONGEST
-_MAX_VALUES = 131_072 + 4 * _LONGEST
+_MAX_VALUES = 131_072
+_MAX_NUMBERS = _MAX_VALUES + 4 * _LONGEST
 _JSON = {"Content-Type": "application/json"}
 _PADDING = " " * 40_000
 _ENDS = '"max_tokens": 3, "temperature": 0, "seed": 1}'
@@ -74,17 +75,25 @@ def test_a_large_body_of_another_type_is_refused_as_a_small_one(server: Server) 
     assert large.json() == small.json()
 
 
-@pytest.mark.parametrize("value", ["[]", "{}", "1", '""'])
+@pytest.mark.parametrize(
+    ("value", "num", "told"),
+    [
+        ("[]", _MAX_VALUES, f"{_MAX_VALUES} values (max_json_values)"),
+        ('""', _MAX_VALUES, f"{_MAX_VALUES} values (max_json_values)"),
+        ("null", _MAX_VALUES, f"{_MAX_VALUES} values (max_json_values)"),
+        ("1", _MAX_NUMBERS + 2, f"{_MAX_NUMBERS} numbers, by its commas"),
+    ],
+)
 def test_a_body_of_too_many_values_is_refused_before_they_are_made(
-    server: Server, value: str
+    server: Server, value: str, num: int, told: str
 ) -> None:
-    """The error names the limit, which follows from the longest context."""
-    body = f'{{"prompt": [{",".join([value] * (_MAX_VALUES + 1))}]}}'
+    """The error names the limit; that of numbers follows from the longest context."""
+    body = f'{{"prompt": [{",".join([value] * num)}]}}'
     assert len(body) < _MAX_BYTES
     answer = post(server, "/v1/completions", body.encode())
     assert answer.status_code == 400
     assert answer.json()["error"] == {
-        "message": f"The body must have at most {_MAX_VALUES} values (max_json_values).",
+        "message": f"The body must have at most {told}.",
         "type": "invalid_request_error",
         "param": None,
         "code": "too_many_values",
@@ -106,11 +115,30 @@ def test_a_body_above_the_limit_is_refused_and_the_client_learns_it(
 ) -> None:
     """The client still sends while the answer comes, which a closed connection would take back."""
     pieces = iter([b" " * 65_536] * (size // 65_536) + [b" " * (size % 65_536)])
-    answer = post(server, "/v1/completions", pieces if is_chunked else b" " * size)
+    answer = post(server, "/tokenize", pieces if is_chunked else b" " * size)
     assert answer.status_code == 413
     error = answer.json()["error"]
     assert error["code"] == "body_too_large"
     assert error["message"] == f"The body must be at most {_MAX_BYTES} bytes (max_body_bytes)."
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)
+def test_a_prompt_that_cannot_fit_gets_the_code_of_its_length(server: Server, path: str) -> None:
+    """Clients that shorten a conversation look for it; 413 says nothing to them."""
+    answer = post(server, path, json.dumps({"prompt": [7] * 600_000}).encode())
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"{_LONGEST} tokens" in error["message"]
+    assert f"{_MAX_BYTES} bytes (max_body_bytes)" in error["message"]
+
+
+def test_a_limit_below_the_context_is_no_matter_of_its_length() -> None:
+    """An operator may take less than the context holds."""
+    small = body_limits_of(load_settings({"max_body_bytes": "30000"}), 2048)
+    assert small.too_large("/v1/completions").status == 413
 
 
 def test_the_longest_context_fits_into_a_body_in_the_longest_spelling() -> None:
@@ -121,7 +149,7 @@ def test_the_longest_context_fits_into_a_body_in_the_longest_spelling() -> None:
         words = json.dumps({"messages": [{"role": "user", "content": "\u6587\u5b57" * max_len}]})
         assert len(ids) < limits.max_bytes
         assert len(words) < limits.max_bytes
-        assert max_len < limits.max_values
+        assert max_len < limits.max_numbers
         assert limits.max_total_bytes >= 4 * limits.max_bytes
 
 

@@ -95,7 +95,8 @@ def test_the_log_tells_why_a_server_is_refused() -> None:
 def test_fingerprints_count_with_a_key_only(*, has_key: bool) -> None:
     """Without one, a server tells its own only after another router has asked."""
     entry = {"id": "a", "created": 1, "fingerprint": "f", "arithmetic": "x"}
-    others = [{**entry, "created": 2}, {**entry, "fingerprint": "g"}, {**entry, "arithmetic": "y"}]
+    on_gpu = {"created": 2, "same_bits_in_any_batch": False}
+    others = [{**entry, **on_gpu}, {**entry, "fingerprint": "g"}, {**entry, "arithmetic": "y"}]
     first, same, served, computed = (
         facts_of({"data": [each]}, has_key=has_key) for each in (entry, *others)
     )

@@ -21,7 +21,7 @@ pytestmark = without_replicas
 
 KEY = "a-key-of-the-router"
 _IDS = re.compile(
-    rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|created_at|completed_at)\": ?[0-9]+"
+    rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|(created|completed)_at)\": ?[0-9]+"
 )
 FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
 ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")

@@ -1,14 +1,26 @@
 """The banner and `config check` tell who may ask for what."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import draft_tokens
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.self_check import same_bits
+from ropewalk.model_runtime.parallel.trial import Shape, Where, keeps_bits
 from ropewalk.rope import native_rope
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.planning.banner_lines import describe, draft_line, limit_lines
+from ropewalk.server.startup.planning.banner_lines import (
+    computing_line,
+    describe,
+    draft_line,
+    limit_lines,
+    self_check_line,
+)
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
 
@@ -245,6 +257,40 @@ def test_the_banner_says_whether_bits_depend_on_drafts(
     """By default there are none where they do."""
     line = draft_line(asked, is_on_gpu=is_on_gpu, is_exact=is_exact)
     assert line == f"  drafts           {told}"
+
+
+@pytest.mark.parametrize(("device", "is_promised"), [("cpu", True), ("meta", False)])
+def test_no_device_but_a_cpu_promises_bits(
+    embedded: Checkpoint, device: str, *, is_promised: bool
+) -> None:
+    """Equal rows of the self-check are no promise on a GPU; `meta` stands for one here."""
+    logits_TV = torch.ones(3, 4, device=device)
+    found = same_bits(logits_TV, logits_TV)
+    assert found is is_promised
+    told = self_check_line(has_same_bits=found)
+    assert told.endswith("to the bit" if is_promised else "within rounding")
+    line = computing_line("products", "attention", has_same_bits=found)
+    assert line.endswith("same in any batch" if is_promised else "depend on the batch")
+    checkpoint = replace(embedded, report=replace(embedded.report, bitwise=found))
+    config = EngineConfig(kv_cache_tokens=64, max_model_len=64, max_draft_tokens=None)
+    assert (draft_tokens(checkpoint, config) > 0) is is_promised
+
+
+def test_config_check_promises_no_bits_on_a_gpu() -> None:
+    """It is known without a load."""
+    settings = load_settings({"device": "cpu"})
+    outlook = outlook_of(settings)
+    on_gpu = replace(outlook, outline=replace(outlook.outline, device=torch.device("cuda")))
+    lines = outlook_lines(settings, replace(on_gpu, rank_weight_bytes=1))
+    assert any(line.endswith("; bits: depend on the batch") for line in lines)
+    assert any(line.startswith("  tensor parallel  1 ranks, within rounding;") for line in lines)
+
+
+def test_ranks_on_a_gpu_promise_no_bits_of_one_process() -> None:
+    """A trial of a few rows would not find other bits there, so none is made."""
+    shape = Shape(16, (16,), (32,), (False,))
+    where = Where(0, 2, torch.float32, torch.device("cuda"), 1)
+    assert not keeps_bits(shape, where)
 
 
 def test_a_draft_that_no_step_holds_is_refused() -> None:

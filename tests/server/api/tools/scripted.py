@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -124,17 +124,18 @@ def saying(
     text: str | Sequence[str],
     template: str | None = None,
     special: Sequence[str] = (),
+    named: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Iterator[Scripted]:
     """A server whose model says a text, or one text after the other.
 
-    `special`: special tokens of its byte tokenizer.
+    `special`: special tokens of its byte tokenizer. `named`: its templates beside `template`.
     """
     fast = byte_tokenizer_fast()
     fast.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": [*special]})
     tokenizer = Tokenizer(fast)
     service = _loaded()
-    chat_template = ChatTemplate(template, fast.special_tokens_map)
+    chat_template = ChatTemplate(template, fast.special_tokens_map, others=named)
     vocab_size = len(fast)
     texts = [text] if isinstance(text, str) else text
     said = [[*tokenizer.encode(each), fast.eos_token_id] for each in texts]

@@ -1,6 +1,9 @@
 """Fields that become variables of a chat template, and fields that it does not read."""
 
+from typing import Any
+
 from tests.server.api.tools.scripted import saying
+from tests.servers.tool_templates import HERMES, NO_TOOLS
 
 EFFORT = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
 SWITCH = EFFORT.replace("reasoning_effort", "enable_thinking")
@@ -57,3 +60,47 @@ def test_the_limits_of_stop_strings_are_for_those_of_the_request() -> None:
         "`stop` must be at most 1 strings. Given: 2; "
         "`stop` must be at most 2 characters each. Given: 3"
     )
+
+
+def test_named_templates_are_those_of_tools_and_documents() -> None:
+    """A token is a byte of the text, so their number tells the template."""
+    chat: dict[str, Any] = {"messages": BODY["messages"]}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    documents = {"documents": [{"title": "b", "pages": [1]}]}
+    rag = "{{ documents | tojson }}{{ messages[0].content }}"
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    with saying(call, NO_TOOLS, named={"tool_use": HERMES, "rag": rag}) as server:
+        text = server.post("/tokenize", {**chat, **documents}).json()
+        assert text["count"] == len('[{"title": "b", "pages": [1]}]a')
+        answer = server.post("/v1/chat/completions", {**BODY, **documents}).json()
+        assert answer["usage"]["prompt_tokens"] == text["count"]
+        both = server.post("/v1/chat/completions", {**chat, **tools, **documents})
+        assert (both.status_code, both.json()["error"]["param"]) == (400, "documents")
+        asked = {**chat, **tools, "max_tokens": 99, "temperature": 0}
+        called = server.post("/v1/chat/completions", asked).json()["choices"][0]
+        assert called["finish_reason"] == "tool_calls", called
+        with_tools = server.post("/tokenize", {**chat, **tools}).json()
+        prompt = server.post("/detokenize", {"tokens": with_tools["tokens"]}).json()["prompt"]
+        assert prompt.startswith("<tools>")
+
+
+def test_documents_that_no_template_reads_are_refused() -> None:
+    """They would be lost in silence; no documents are none to lose."""
+    with saying("Yes.", NO_TOOLS) as server:
+        refused = server.post("/v1/chat/completions", {**BODY, "documents": [{"text": "b"}]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == (
+            "`documents` are not read by this model's chat template"
+        )
+        for none in ([], None):
+            answer = server.post("/v1/chat/completions", {**BODY, "documents": none})
+            assert answer.status_code == 200, answer.text
+        for wrong, param in (
+            ("b", "documents"),
+            (["b"], "documents.0"),
+            ([{}] * 1025, "documents"),
+        ):
+            error = server.post("/v1/chat/completions", {**BODY, "documents": wrong}).json()[
+                "error"
+            ]
+            assert error["param"] == param
