@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ropewalk.model_runtime.child_process import command_of
 from ropewalk.model_runtime.errors import GrammarError, QueueFullError, RequestError
 from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, matcher_of, problem_of
-from ropewalk.model_runtime.text.schema_keywords import refuse_unsupported
+from ropewalk.model_runtime.text.schema_keywords import kept_schema
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
@@ -180,17 +180,20 @@ class GrammarCompiler:
             self._own_vocabulary("response_format")
 
     def text_of(self, schema: Mapping[str, Any], field: str = "response_format") -> str:
-        """Return the schema as text, after the checks before compilation.
+        """Return the schema as text in the form that the grammar keeps.
 
         Raises RequestError, which names the request's `field`.
         """
+        self.json_of(schema, field)
+        return json.dumps(kept_schema(schema, field), ensure_ascii=False)
+
+    def json_of(self, schema: Mapping[str, Any], field: str) -> str:
+        """Return a schema as text. Raises RequestError if it is no JSON or has too many bytes."""
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-            self.checked_size(text, field)
+            return self.checked_size(text, field)
         except (ValueError, RecursionError) as error:
             raise refused(field, f"the schema is no JSON: {type(error).__name__}") from error
-        refuse_unsupported(schema, field)
-        return text
 
     def checked_size(self, text: str, field: str) -> str:
         """Return the text of a schema or rule. Raises RequestError if it has too many bytes."""
@@ -222,7 +225,7 @@ class GrammarCompiler:
         return self._kept_or_compiled((text, self.whitespace_of(whitespace)))
 
     def compile_lark(self, lark: Lark) -> Future[Grammar]:
-        """Compile a grammar whose schemas `text_of` has checked; raises as `compile` does."""
+        """Compile a grammar whose schemas have been checked; raises as `compile` does."""
         return self._kept_or_compiled(lark)
 
     def _kept_or_compiled(self, key: Source) -> Future[Grammar]:

@@ -43,6 +43,18 @@ _LIMITS = LLParserLimits(
 )
 # The library's message about a rule, whose last line of an error has the reason.
 _WRONG_REGEX = re.compile(r"at [^\n]*: invalid regex .*\nerror: ([^\n]*)", re.DOTALL)
+_IN_OTHER_WORDS = {
+    "NoExtension": "no text satisfies it",
+    "oneOf constraints are not supported": (
+        "oneOf needs alternatives of which each excludes the others by its type, or by a string "
+        "of a required property. anyOf takes all"
+    ),
+    "circular references with sibling keys": (
+        "a $ref that leads back to itself must stand alone, and below no oneOf that it leads to. "
+        "anyOf takes it"
+    ),
+    "panic": "the schema cannot be compiled",
+}
 _STACK_BYTES = 512 * 1024  # less than the stack of a server thread
 _LONGEST_PROBLEM = 300  # characters
 
@@ -82,8 +94,9 @@ def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 def problem_of(matcher: LLMatcher) -> str:
     """Return the library's message about a bad schema; empty if it is valid."""
     text = matcher.get_error() if matcher.is_error() else ", ".join(matcher.get_grammar_warnings())
-    if text.startswith("NoExtension"):
-        return "no text satisfies it"
+    for beginning, told in _IN_OTHER_WORDS.items():
+        if text.startswith(beginning):
+            return told
     if found := _WRONG_REGEX.match(text):  # the rest shows the rule around it
         return f"invalid regular expression: {found[1]}"
     return " ".join(text.partition("\n<state>")[0].split())[:_LONGEST_PROBLEM]

@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import Output
 from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
 from ropewalk.server.api.generation_response import (
@@ -32,7 +31,7 @@ from ropewalk.server.turns.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, prepare
+from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.part_answer import Part, PartAnswer
 from ropewalk.server.turns.tool_schema import (
     AnswerCall,
@@ -52,13 +51,7 @@ def chat_router(service: Service) -> APIRouter:
         name_request(http, body.request_id)
         async with service.reserve(body, service.chat_template.stop) as reservation:
             turn = _turn(body)
-            try:
-                prepared = await prepare(service, turn)
-            except ToolSchemaError as error:
-                index = [tool.name for tool in turn.tools].index(error.tool.name)
-                raise RequestError(
-                    str(error), param=f"tools.{index}.function.parameters"
-                ) from error
+            prepared = await prepare(service, turn)
             predicted_ids: Sequence[int] = ()
             if body.prediction is not None:
                 predicted_ids = await service.tokenize(
@@ -86,7 +79,7 @@ def _turn(body: ChatRequest) -> ChatTurn:
         variables=body.chat_template_kwargs,
         documents=body.documents,
         reasoning_effort=body.reasoning_effort,
-        tools=[tool.tool() for tool in body.tools or ()],
+        tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         answer=body.asked_answer,

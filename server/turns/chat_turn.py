@@ -29,14 +29,6 @@ from ropewalk.server.turns.tool_schema import CallChoice
 _SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
 
 
-class ToolSchemaError(RequestError):
-    """A tool whose schema is refused; a route knows the name of the field."""
-
-    def __init__(self, problem: str, tool: Tool) -> None:
-        super().__init__(problem, param="tools")
-        self.tool = tool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
     """The request of a conversation to the model."""
@@ -273,7 +265,7 @@ async def _grammar(
     except RequestError as error:
         for tool in tools:
             if _label(tool) in str(error):
-                raise ToolSchemaError(str(error), tool) from error
+                raise RequestError(str(error), param=tool.field) from error
         await _blame(service, asked)
         raise
 
@@ -304,8 +296,8 @@ def _check_tools(service: Service, tools: Sequence[Tool]) -> None:
         if not tool.is_strict:
             continue
         try:
+            num_bytes += len(service.grammars.json_of(tool.parameters or {}, "tools"))
             schema = arguments_schema(tool)
-            num_bytes += len(service.grammars.text_of(schema, "tools"))
         except RequestError as error:
             raise _of_tool(tool, error) from error
         if schema.get("type") != "object":
@@ -332,7 +324,7 @@ async def _blame(service: Service, asked: AnswerGrammar) -> None:
 
 
 def _of_tool(tool: Tool, error: RequestError) -> RequestError:
-    return ToolSchemaError(f"{error} ({_label(tool)})", tool)
+    return RequestError(f"{error} ({_label(tool)})", param=tool.field)
 
 
 def _label(tool: Tool) -> str:

@@ -23,6 +23,7 @@ from ropewalk.server.turns.tool_schema import (
     CacheControl,
     SkippedTool,
     problems_of_names,
+    tool_of,
 )
 
 _MAX_MESSAGES = 4096
@@ -49,10 +50,9 @@ class ClientTool(Body):
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
 
-    def tool(self) -> Tool:
-        return Tool(
-            self.name, self.description, self.input_schema, is_strict=self.strict is not False
-        )
+    def tool(self, index: int) -> Tool:
+        given = (self.name, self.description, self.input_schema, self.strict)
+        return tool_of(*given, f"tools.{index}.input_schema")
 
 
 class ServerTool(SkippedTool):

@@ -27,6 +27,7 @@ from ropewalk.server.errors import OUTPUT_NOT_READ
 from ropewalk.server.turns.block_schema import messages_for_template
 from ropewalk.server.turns.chat_turn import ChatTurn, prepare, prompt_ids, render
 from ropewalk.server.turns.message_schema import (
+    ClientTool,
     CountTokensRequest,
     MessageBody,
     MessagesRequest,
@@ -260,7 +261,11 @@ def _turn(body: CountTokensRequest) -> ChatTurn:
         continue_final_message=body.continues,
         variables=body.chat_template_kwargs,
         reasoning_effort=body.effort,
-        tools=[tool.tool() for tool in body.functions],
+        tools=[
+            tool.tool(index)
+            for index, tool in enumerate(body.tools or ())
+            if isinstance(tool, ClientTool)
+        ],
         choice=_choice(choice),
         is_parallel=choice is None or not choice.disable_parallel_tool_use,
         answer=AskedAnswer.of_schema(body.schema_asked),

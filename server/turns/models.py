@@ -210,7 +210,7 @@ async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
         add_special_tokens=bool(asked),
         variables=body.chat_template_kwargs,
         documents=body.documents,
-        tools=[tool.tool() for tool in body.tools or ()],
+        tools=[tool.tool(index) for index, tool in enumerate(body.tools or ())],
         choice=call_choice(body.tool_choice),
     )
     return await prompt_ids(service, turn, await render(service, turn))

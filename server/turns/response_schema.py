@@ -23,6 +23,7 @@ from ropewalk.server.turns.tool_schema import (
     FunctionName,
     SkippedTool,
     problems_of_names,
+    tool_of,
 )
 
 _STATELESS = "is not served: the server stores no answers. Send the whole conversation in `input`"
@@ -45,10 +46,9 @@ class FunctionTool(Body):
     defer_loading: bool | None = None
     output_schema: dict[str, Any] | None = None  # a hint
 
-    def tool(self) -> Tool:
-        return Tool(
-            self.name, self.description, self.parameters, is_strict=self.strict is not False
-        )
+    def tool(self, index: int) -> Tool:
+        given = (self.name, self.description, self.parameters, self.strict)
+        return tool_of(*given, f"tools.{index}.parameters")
 
 
 def _kind_of_tool(value: Any) -> str:

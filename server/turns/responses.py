@@ -23,6 +23,7 @@ from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.item_schema import messages_of
 from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.response_schema import (
+    FunctionTool,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseBody,
@@ -236,7 +237,11 @@ def _turn(body: ResponsesRequest) -> ChatTurn:
         messages=messages_of(body.instructions, body.input),
         variables=body.chat_template_kwargs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        tools=[tool.tool() for tool in body.functions],
+        tools=[
+            tool.tool(index)
+            for index, tool in enumerate(body.tools or ())
+            if isinstance(tool, FunctionTool)
+        ],
         choice=_choice(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         answer=AskedAnswer.of_schema(body.schema_asked),

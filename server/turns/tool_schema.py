@@ -48,6 +48,18 @@ MAX_TOOLS = 128  # OpenAI's limit
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
+def tool_of(
+    name: str,
+    description: str | None,
+    parameters: Mapping[str, Any] | None,
+    strict: bool | None,  # noqa: FBT001  # the client's field
+    field: str,
+) -> Tool:
+    """Return a tool in the runtime's format; `field` is that of its parameters."""
+    is_strict, is_exact = strict is not False, strict is True
+    return Tool(name, description, parameters, is_strict=is_strict, is_exact=is_exact, field=field)
+
+
 def _function_only(value: Any) -> Any:
     return only_type(value, "function", "custom and built-in tools")
 
@@ -71,16 +83,10 @@ class ToolField(Body):
 
     _refuse_other_types = model_validator(mode="before")(_function_only)
 
-    def tool(self) -> Tool:
-        """Return it in the runtime's format."""
-        function = self.function
-        return Tool(
-            function.name,
-            function.description,
-            function.parameters,
-            is_strict=function.strict is not False,
-            is_exact=function.strict is True,
-        )
+    def tool(self, index: int) -> Tool:
+        function, field = self.function, f"tools.{index}.function.parameters"
+        given = (function.name, function.description, function.parameters, function.strict)
+        return tool_of(*given, field)
 
 
 class NamedFunction(Body):

@@ -5,18 +5,17 @@ write arguments that no function takes, and the grammar does not see that it rep
 Therefore an object that lists its properties has no others here, if that surely only narrows it.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from ropewalk.model_runtime.text.schema_keywords import (
-    ANNOTATIONS,
+    KEPT,
     LISTS_OF_SCHEMAS,
     SCHEMAS,
     SCHEMAS_BY_NAME,
-    SUPPORTED,
-    holds_least_properties,
+    copy_parts,
+    kept_schema,
+    pointer_parts,
 )
 from ropewalk.model_runtime.text.tools.tool_format import Tool
 
@@ -26,29 +25,17 @@ NO_ARGUMENTS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-# Keywords of JSON Schema, OpenAPI and pydantic that restrict nothing. `x-` begins others.
-_SAY_NOTHING = {
-    *("contentMediaType", "contentEncoding", "contentSchema", "nullable", "example"),
-    *("externalDocs", "xml", "$anchor", "$vocabulary", "markdownDescription"),
-}
-# The formats of strings that llguidance enforces.
-_FORMATS = {
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-}
-# Values of propertyNames that restrict nothing, because names are strings. Zod writes them.
-_EVERY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 # Their schemas apply to the same value as the keywords beside them.
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref")
 _DEFINITIONS = ("$defs", "definitions")
-# Each escape, so that the parts behind it are not read as another, and each look-around.
-_ESCAPES_AND_LOOKS = re.compile(r"\\(.)|\(\?<?[=!]", re.DOTALL)
+_NAMES = ("$id", "$anchor")
 
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Return the schema that the arguments of a call are held to.
 
-    Annotations and unknown formats are left out of it. A keyword that no grammar can hold is left
-    out too, except if the tool `is_exact`: then it stays, and the checks refuse it by name.
+    A keyword that no grammar keeps is left out of it. If the tool `is_exact`, the keyword raises
+    RequestError. So does a wrong value of another keyword.
     """
     if not tool.is_strict:
         return _ANY_ARGUMENTS
@@ -60,44 +47,12 @@ def arguments_schema(tool: Tool) -> Mapping[str, Any]:
     waiting: list[tuple[dict[str, Any], Mapping[str, Any]]] = [(copy, root)]
     while waiting:  # no recursion: schemas may be deep
         schema, original = waiting.pop()
-        is_closed = id(original) not in kept and _can_close(schema, is_root=original is root)
-        _leave_out(schema, is_exact=tool.is_exact)
-        if is_closed:
+        if id(original) not in kept and _can_close(schema, is_root=original is root):
             schema["additionalProperties"] = False
-        waiting += _copy_inner(schema)
-    return copy
-
-
-def _leave_out(schema: dict[str, Any], *, is_exact: bool) -> None:
-    """Remove what restricts nothing, and unless `is_exact` what the grammar cannot hold."""
-    for keyword in list(schema):
-        if keyword in _SAY_NOTHING or keyword.startswith("x-"):
-            del schema[keyword]
-    if schema.get("propertyNames", False) in _EVERY_NAME:
-        del schema["propertyNames"]
-    given = schema.get("format")
-    if isinstance(given, str) and given not in _FORMATS:
-        del schema["format"]
-    if is_exact:
-        return
-    listed = schema.get("items")
-    if isinstance(listed, list):  # the older name of prefixItems
-        del schema["items"]
-        schema.setdefault("prefixItems", listed)
-    for keyword in schema.keys() - SUPPORTED:
-        del schema[keyword]
-    if not holds_least_properties(schema):
-        del schema["minProperties"]
-    if _looks_around(schema.get("pattern")):
-        del schema["pattern"]
-
-
-def _looks_around(pattern: Any) -> bool:
-    """Return whether a pattern depends on other text: look-around, word ends, back-references."""
-    if not isinstance(pattern, str):
-        return False
-    found = _ESCAPES_AND_LOOKS.finditer(pattern)
-    return any(each[1] is None or each[1] in "bB123456789" for each in found)
+            schema.pop("unevaluatedProperties", None)
+        parts = copy_parts(schema)
+        waiting += [(part, of) for _, part, of in parts if isinstance(of, Mapping)]
+    return kept_schema(copy, "tools", is_lenient=not tool.is_exact)
 
 
 def _can_close(schema: Mapping[str, Any], *, is_root: bool) -> bool:
@@ -140,7 +95,7 @@ def _kept_open(root: Mapping[str, Any]) -> set[int]:
 
 def _alone(schema: Mapping[str, Any]) -> str | None:
     """Return the keyword that alone restricts a schema, if its own schemas may be narrowed."""
-    says = (schema.keys() & SUPPORTED) - ANNOTATIONS - {"type", *_DEFINITIONS}
+    says = (schema.keys() & KEPT.keys()) - {"type", *_DEFINITIONS, *_NAMES}
     if says == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
         return "allOf"
     return next((each for each in ("anyOf", "$ref") if says == {each}), None)
@@ -167,8 +122,7 @@ def _target(root: Mapping[str, Any], reference: Any) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+    for name in pointer_parts(reference):
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, Mapping):
@@ -189,22 +143,3 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         named = schema.get(keyword)
         listed = named.values() if isinstance(named, Mapping) else ()
         yield from ((keyword, each) for each in listed)
-
-
-def _copy_inner(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Replace the direct subschemas by copies; yield each copy with its original."""
-    for keyword in SCHEMAS:
-        original = schema.get(keyword)
-        if isinstance(original, Mapping):
-            schema[keyword] = dict(original)
-            yield schema[keyword], original
-    for keyword in (*LISTS_OF_SCHEMAS, *SCHEMAS_BY_NAME):
-        held: Any = schema.get(keyword)
-        if not isinstance(held, list if keyword in LISTS_OF_SCHEMAS else Mapping):
-            continue
-        copies: Any = list(held) if isinstance(held, list) else dict(held)
-        schema[keyword] = copies
-        for place in range(len(held)) if isinstance(held, list) else held:
-            if isinstance(held[place], Mapping):
-                copies[place] = dict(held[place])
-                yield copies[place], held[place]

@@ -51,7 +51,8 @@ class Tool:
     description: str | None
     parameters: Mapping[str, Any] | None  # JSON schema; None: the function has no arguments
     is_strict: bool = True  # the arguments are held to the schema
-    is_exact: bool = False  # a keyword that no grammar holds is refused, not left out
+    is_exact: bool = False  # a keyword that no grammar keeps is refused, not left out
+    field: str = "tools"  # of the request, for errors of the schema
 
     def for_template(self) -> dict[str, Any]:
         """Return it in OpenAI's shape, which chat templates read.

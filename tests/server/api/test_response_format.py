@@ -227,6 +227,41 @@ def test_text_is_any_text(server: Server) -> None:
     assert texts[0] == texts[1]
 
 
+SET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+FUNCTION = {"name": "f", "strict": True}
+_CHAT = {"messages": MESSAGES, "max_tokens": 8}
+# Each field that has a schema: (route, body, the field in the error).
+WITH_SCHEMA: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {**_CHAT, "response_format": asked(SET)}, "response_format"),
+    ("chat/completions", {**_CHAT, "structured_outputs": {"json": SET}}, "structured_outputs"),
+    ("completions", {"prompt": "a", "guided_json": json.dumps(SET)}, "guided_json"),
+    ("responses", {"input": "a", "text": {"format": {
+        "type": "json_schema", "name": "a", "schema": SET}}}, "text.format"),
+    ("messages", {**_CHAT, "model": "ropewalk-demo", "output_config": {"format": {
+        "type": "json_schema", "schema": SET}}}, "output_config.format"),
+    ("chat/completions", {**_CHAT, "tools": [
+        {"type": "function", "function": {**FUNCTION, "parameters": SET}}]},
+     "tools.0.function.parameters"),
+    ("responses", {"input": "a", "tools": [
+        {**FUNCTION, "type": "function", "parameters": SET}]}, "tools.0.parameters"),
+    ("messages", {**_CHAT, "model": "ropewalk-demo", "tools": [
+        {**FUNCTION, "input_schema": SET}]}, "tools.0.input_schema"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "param"), WITH_SCHEMA)
+def test_every_field_with_a_schema_refuses_keywords_by_name(
+    server: Server, route: str, body: dict[str, Any], param: str
+) -> None:
+    """The error has the field, the keyword and its place."""
+    answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=30)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "the keyword 'uniqueItems' is not supported (at '$.properties.a')" in error["message"]
+    assert f"`{param.partition('.0')[0]}" in error["message"]
+
+
 # It compiles, and the matcher gives up in the midst of the answer.
 LATE = {"type": "string", "pattern": "^(a?){500}a{500}$"}
 LATE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -54,7 +54,7 @@ def server() -> Iterator[Scripted]:
                 "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}},
             },
             "text.format",
-            "Invalid type",
+            "the keyword 'type' must be one of object",
         ),
         ({"input": "a", "tools": [{"type": 5}]}, "tools.0.type", "must be a string"),
         ({"input": "a", "tools": [LOOK, LOOK]}, "tools", "Given twice: 'look'"),
