@@ -25,6 +25,7 @@ class Outcome(enum.StrEnum):
 
     ACCEPTED = "accepted"
     LEFT = "left"  # the client closed the connection while it waited
+    TIMEOUT = "timeout"  # its time was over while it waited, or that of the server
     MAX_RUNNING = "max_running"
     MAX_QUEUED = "max_queued"
     MAX_TOKENS_PER_MINUTE = "max_tokens_per_minute"
@@ -182,6 +183,7 @@ class Allowance:
         try:
             await asyncio.wait({place.entered, leaving}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            self._counters.asked(Outcome.TIMEOUT)
             self._give_up(place)
             raise
         finally:

@@ -30,12 +30,16 @@ def slow() -> Iterator[Scripted]:
     """A server that computes one answer at a time, a token every twentieth of a second."""
     with saying("x" * 1000, step_seconds=STEP_S, config={"max_num_seqs": 1}) as server:
         yield server
-        core = server.service.engine._core
-        deadline = time.monotonic() + 10
-        while not core.is_idle:
-            assert time.monotonic() < deadline
-            time.sleep(STEP_S)
-        assert core.scheduler.pool.num_used == 0, "an ended request keeps pages"
+        wait_until_idle(server)
+
+
+def wait_until_idle(server: Scripted) -> None:
+    """Return when no request of an earlier test runs; none may keep pages."""
+    core, deadline = server.service.engine._core, time.monotonic() + 10
+    while not core.is_idle:
+        assert time.monotonic() < deadline
+        time.sleep(STEP_S)
+    assert core.scheduler.pool.num_used == 0, "an ended request keeps pages"
 
 
 def behind_another(server: Scripted, path: str, **fields: Any) -> httpx.Response:
@@ -53,6 +57,7 @@ def behind_another(server: Scripted, path: str, **fields: Any) -> httpx.Response
             finally:
                 running.cancel()
 
+    wait_until_idle(server)
     return asyncio.run(ask())
 
 
