@@ -221,10 +221,13 @@ class Allowance:
         most = self._bounds.max_queued
         if most is not None and self._num_waiting + num > most:
             self._counters.asked(Outcome.MAX_QUEUED)
+            of_key = f"of the API key {self.name!r}"
+            verb = "waits" if self._num_waiting == 1 else "wait"
+            told = f"{_answers(self._num_waiting)} {of_key} {verb}; at most {most} may"
+            if not most:
+                told = f"All answers {of_key} that may run at once are running, and none may wait"
             raise KeyLimitError(
-                f"{_answers(self._num_waiting)} of the API key {self.name!r} "
-                f"{'waits' if self._num_waiting == 1 else 'wait'}; at most {most} may "
-                "(max_queued).",
+                f"{told} (max_queued).",
                 Outcome.MAX_QUEUED,
                 most,
                 _RETRY_S,
