@@ -179,20 +179,22 @@ def plain_templates(folder: Path) -> dict[str, str] | None:
         from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
 
         return read_tokenizer(read_gguf(folder)).chat_templates
-    found = _written_templates(folder)
-    return found if found is not None and _is_tokenizer(folder / "tokenizer.json") else None
-
-
-def _written_templates(folder: Path) -> dict[str, str] | None:
-    """Return what `plain_templates` does of a folder, without a look at its tokenizer.json."""
     config = read_object(folder / "tokenizer_config.json")
-    if config is None or "auto_map" in config:
+    if config is None or not _has_plain_tokens(folder, config):
         return None
-    for file in (folder / "special_tokens_map.json", folder / "added_tokens.json"):
-        if file.exists() and read_object(file) is None:
-            return None
-    if not all(_is_token(config.get(name)) for name in _SPECIAL_TOKENS):
-        return None
+    return written_templates(folder) if _is_tokenizer(folder / "tokenizer.json") else None
+
+
+def _has_plain_tokens(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer's special tokens are as transformers writes them."""
+    files = (folder / "special_tokens_map.json", folder / "added_tokens.json")
+    is_read = all(read_object(each) is not None for each in files if each.exists())
+    has_tokens = all(_is_token(config.get(name)) for name in _SPECIAL_TOKENS)
+    return is_read and has_tokens and "auto_map" not in config
+
+
+def written_templates(folder: Path) -> dict[str, str] | None:
+    """Return what `plain_templates` does of a folder, without a look at its tokens."""
     default = folder / "chat_template.jinja"
     files = {"default": default} if default.is_file() else {}
     files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
@@ -201,7 +203,7 @@ def _written_templates(folder: Path) -> dict[str, str] | None:
             return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
         except (OSError, UnicodeDecodeError):
             return None
-    found = config.get("chat_template")
+    found = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
     if found is None:
         return {}
     named = [{"name": "default", "template": found}] if isinstance(found, str) else found

@@ -46,8 +46,9 @@ def doctor(*, as_json: bool, load: bool, **flags: Any) -> None:
 
     A line is ok, warn or fail, the name of the check, the finding, and what to do. The checks are
     Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, the
-    settings' files, port and MODEL. No weights are loaded without --load. The exit code is 0 if no check fails, else that
-    of `serve`, which is 2 for all that can be mended. The settings are those of `serve`.
+    settings' files, port and MODEL. No weights are loaded without --load. The exit code is 0 if no
+    check fails, else that of `serve`, which is 2 for all that can be mended. The settings are those
+    of `serve`.
     """
     with sentences():
         settings = load_settings(given(flags))
