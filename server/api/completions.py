@@ -17,10 +17,10 @@ from ropewalk.server.api.generation_response import (
     name_request,
     respond,
 )
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import Logprobs
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 
 
 def completions_router(service: Service) -> APIRouter:

@@ -10,10 +10,10 @@ from pydantic import Field
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.completion_schema import DEFAULT_MAX_TOKENS
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.strict_body import Body
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 from ropewalk.server.page.needle import SHORTEST, NeedleAnswer, NeedleMaker
 from ropewalk.server.page.page_files import HEADERS, PageFile, page_files
 from ropewalk.server.page.stats import Stats, read_stats

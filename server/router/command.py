@@ -15,8 +15,8 @@ from ropewalk.server.settings.route_settings import (
     RouteSettings,
     load_route_settings,
 )
+from ropewalk.server.startup.certificate import check_certificate
 from ropewalk.server.startup.gate import (
-    check_certificate,
     listening_socket,
     url_of,
 )

@@ -18,10 +18,10 @@ from ropewalk.server.api.generation_schema import (
     CompletionTokensDetails,
     Usage,
 )
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import ChatLogprobs, TokenLogprobs, TopLogprob
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 from ropewalk.server.turns.chat_schema import (
     AnswerMessage,
     ChatChoice,

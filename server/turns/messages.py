@@ -18,12 +18,12 @@ from ropewalk.model_runtime.errors import (
 )
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import event, json_bytes
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.errors import OUTPUT_NOT_READ
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 from ropewalk.server.turns.block_schema import messages_for_template
 from ropewalk.server.turns.chat_turn import ChatTurn, prepare, prompt_ids, render
 from ropewalk.server.turns.message_schema import (

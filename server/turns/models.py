@@ -11,11 +11,11 @@ from pydantic_core import to_json
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import TokenId
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import json_bytes
 from ropewalk.server.api.rope_schema import PositionsField
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 from ropewalk.server.turns.chat_schema import (
     Documents,
     Messages,

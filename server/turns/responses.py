@@ -13,12 +13,12 @@ from ropewalk.model_runtime.errors import (
 )
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
-from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import OPENING, event
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.errors import OUTPUT_NOT_READ, REQUEST_TIMEOUT
+from ropewalk.server.middleware.json_body import JsonBodyRoute
 from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.item_schema import messages_of
 from ropewalk.server.turns.part_answer import EventAnswer, Part

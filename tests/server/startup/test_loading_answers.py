@@ -15,7 +15,8 @@ import numba
 import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.gate import check_certificate, listening_socket
+from ropewalk.server.startup.certificate import check_certificate
+from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress

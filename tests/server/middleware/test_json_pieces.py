@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.server.api import json_pieces
+from ropewalk.server.middleware import json_pieces
 from ropewalk.server.strict_json import TwiceError
 
 _LEAVES = (

@@ -8,8 +8,8 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from ropewalk.server.api.json_pieces import decode_in_pieces
 from ropewalk.server.errors import BodyError
+from ropewalk.server.middleware.json_pieces import decode_in_pieces
 from ropewalk.server.middleware.large_bodies import LARGE, LargeBody
 from ropewalk.server.strict_json import TwiceError, object_of
 
