@@ -12,8 +12,8 @@ from ropewalk.server.api.completion_schema import Choice, CompletionRequest, Com
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
+from ropewalk.server.api.parts.logprobs import Logprobs
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.structured_schema import Logprobs
 
 
 def completions_router(service: Service) -> APIRouter:
