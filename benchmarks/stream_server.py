@@ -66,8 +66,20 @@ class StandIn:
         for stream in list(self._live.values()):
             self._end(stream, Output(finish_reason=FinishReason.ERROR, error=error))
 
+    # A stand-in has no pages, so nothing waits for them and there is nothing to report.
+    patience_s = None
+
+    def start_tier(self, wake: Callable[[], None]) -> None:
+        """Start nothing."""
+
+    def close_tier(self, timeout_s: float) -> None:
+        """Write nothing."""
+
+    def drain(self) -> None:
+        """Wait for nothing."""
+
     def update_gauges(self) -> None:
-        """Report nothing, because a stand-in has no pages."""
+        """Report nothing."""
 
     def step(self) -> int:
         """Wait as for a GPU, compute as long as a real engine, and give each stream a token."""

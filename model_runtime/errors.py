@@ -6,6 +6,7 @@ RopewalkError
 |   |-- ContextLengthError   more positions than max_model_len or the longest tier covers
 |   |-- CacheCapacityError   more positions than the whole cache holds, within max_model_len
 |   |-- TemplateLimitError   the chat template exceeds its limits on these messages
+|   |-- RequestTimeoutError  the request's time was over before its first token
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
 |-- EngineStoppedError       the engine ended, or a step of it failed
@@ -55,6 +56,10 @@ class TemplateLimitError(RequestError):
         """`excess` begins with a verb, as "takes more than ..."."""
         super().__init__(f"`messages`: the model's chat template {excess}", param="messages")
         self.excess = excess
+
+
+class RequestTimeoutError(RequestError):
+    """The request's time was over before its first token."""
 
 
 class UnknownModelError(RequestError):

@@ -8,9 +8,12 @@ gives pages back as soon as no later query reads them.
 Planning imports this module, so it knows no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.rope import ALL_LAYERS, Profile
 
 MOST_GROUPS = 16  # each has tables and lists of its own in every step
 _MOST_SPARE = 8  # at most one place in so many may be without a layer
@@ -127,6 +130,20 @@ def pages_of_window(window: int, page_size: int, max_chunk: int) -> int:
     A step computes at most `max_chunk` of its tokens. A page is released a page late at most.
     """
     return -(-(window + max_chunk) // page_size) + 2
+
+
+def refuse_releases(profiles: Iterable[Profile], layer_types: Iterable[str | None]) -> None:
+    """Raise ModelError if a layer reads every key and a profile's positions release pages.
+
+    `layer_types`: the names of the layers' rotary tables; None: a layer does not rotate.
+    """
+    is_one_table = set(layer_types) == {ALL_LAYERS}
+    for profile in profiles:
+        if profile.positions is not None and profile.positions.kept and not is_one_table:
+            raise ModelError(
+                f"positions: {profile.positions.method} is not served for a model with layers "
+                "that rotate otherwise or not at all, because those read every key"
+            )
 
 
 def group_layers(

@@ -18,7 +18,8 @@ class FinishReason(enum.StrEnum):
     """The reason a sequence ended; `stop` and `length` are OpenAI's names."""
 
     STOP = "stop"  # an end token or a stop string
-    LENGTH = "length"  # max_tokens reached
+    LENGTH = "length"  # max_tokens reached, or the time over after the first token
+    TIMEOUT = "timeout"  # the time was over before the first token
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # a step failed
     REFUSED = "refused"  # the grammar that the client sent cannot continue
@@ -65,6 +66,7 @@ class Request:
     prediction_ids: tuple[int, ...] = ()  # the answer that the client expects; for drafts only
     priority: int = 0  # a lower number starts earlier, and is preempted later
     wants_timings: bool = False  # report the times of its parts with each output
+    deadline: float | None = None  # time.monotonic() at which its time is over
 
     @property
     def num_positions(self) -> int:

@@ -15,6 +15,7 @@ from ropewalk.model_runtime.errors import (
     OutputNotReadError,
     QueueFullError,
     RequestError,
+    RequestTimeoutError,
     RopewalkError,
     UnknownModelError,
 )
@@ -24,6 +25,7 @@ from ropewalk.server.wording import accepted, choices, did_you_mean
 
 _log = structlog.get_logger(__name__)
 
+REQUEST_TIMEOUT = "request_timeout"
 OUTPUT_NOT_READ = "output_not_read"  # a router passes this failure of a stream on
 MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
@@ -33,6 +35,7 @@ _MAX_GIVEN = 64  # characters of a string that a message repeats
 # runtime error -> (status, type, code, seconds to wait before a retry); first match wins
 _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found", None),
+    (RequestTimeoutError, 408, "invalid_request_error", REQUEST_TIMEOUT, None),
     (RequestError, 400, "invalid_request_error", None, None),
     (KeyLimitError, 429, "rate_limit_error", "key_limit_reached", 1),
     (QueueFullError, 429, "rate_limit_error", "queue_full", 1),
@@ -109,6 +112,9 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
         headers = {"Retry-After": str(retry_after_s)} if retry_after_s else None
         if isinstance(error, KeyLimitError):
             headers = {"Retry-After": str(error.retry_after_s)}
+        if isinstance(error, RequestTimeoutError):
+            # The clients of OpenAI and Anthropic repeat a 408, and so would wait several times.
+            headers = {"X-Should-Retry": "false"}
         return JSONResponse(_body_of(error, kind, code), status, headers)
     return await _on_bug(request, error)
 

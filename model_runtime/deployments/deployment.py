@@ -142,15 +142,19 @@ class Deployment:
         """
         return self._place(self._asked(asked), num_prompt_tokens, max_tokens, is_open=False)
 
-    def place_open(self, asked: RopeRequest, num_prompt_tokens: int) -> tuple[int, Placement]:
+    def place_open(
+        self, asked: RopeRequest, num_prompt_tokens: int, most: int | None = None
+    ) -> tuple[int, Placement]:
         """Return max_tokens and the placement of a request that leaves max_tokens out.
 
-        Its answer may run to the longest context. Raises what `place` does; errors name no
-        max_tokens.
+        Its answer may run to the longest context, or have `most` tokens. Raises what `place` does;
+        errors name no max_tokens.
         """
         way = self._asked(asked)
         # The last token is never read back, so it needs no position.
         max_tokens = max(1, self._end(way) - num_prompt_tokens + 1)
+        if most is not None:
+            max_tokens = min(max_tokens, most)
         return max_tokens, self._place(way, num_prompt_tokens, max_tokens, is_open=True)
 
     def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:

@@ -16,10 +16,10 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.page_groups import refuse_releases
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
-    check_layers,
     check_windows,
     new_store,
     rounded_store,
@@ -138,7 +138,7 @@ def build_runner(
     """
     page_size = config.page_size
     profiles = tuple(profiles)
-    check_layers(profiles, checkpoint.plans)
+    refuse_releases(profiles, (plan.layer_type for plan in checkpoint.plans.values()))
     check_windows(config.page_groups, checkpoint.plans)
     config = _slotted(checkpoint, config)
     try:

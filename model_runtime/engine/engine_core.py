@@ -161,6 +161,7 @@ class EngineCore:
         newest sequence is preempted and the step is retried once. Raises if the device is broken.
         """
         with self._clock.part("schedule"):
+            self._requests.end_overdue(time.monotonic())
             plan = self._plan() if self._in_flight is None else self._in_flight.plan
             is_done = bool(plan.chunks) and self._run_or_fail(plan)
             if not plan.chunks:  # those of the retry have left

@@ -10,7 +10,10 @@ from ropewalk.rope import Tier
 
 
 class Answer:
-    """The outputs of one request; they end at an end token, a stop string or max_tokens."""
+    """The outputs of one request.
+
+    They end at an end token, a stop string, max_tokens, or when the request's time is over.
+    """
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
@@ -47,11 +50,20 @@ class Answer:
 
     def complete(self) -> Output:
         """Return the last output of an answer that is complete without an end token."""
+        return self._ended(FinishReason.STOP)
+
+    def out_of_time(self) -> Output:
+        """Return the last output of an answer whose time is over."""
+        if not self._num_generated:
+            return Output(finish_reason=FinishReason.TIMEOUT)
+        return self._ended(FinishReason.LENGTH)
+
+    def _ended(self, reason: FinishReason) -> Output:
         return Output(
             text=self._detokenizer.flush(),
             logprobs=self._take_held(),
             prompt_logprobs=self._take_prompt_logprobs(),
-            finish_reason=FinishReason.STOP,
+            finish_reason=reason,
         )
 
     def add(

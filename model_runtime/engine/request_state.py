@@ -1,5 +1,6 @@
 """The state of the requests inside the engine, and the delivery of their outputs."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class RequestStates:
         self._observer = observer
         self._on_end = on_end  # called before the last output of a request is delivered
         self._live: dict[str, RequestState] = {}
+        self._next_deadline = math.inf  # none is earlier; its request may have ended
 
     def __len__(self) -> int:
         return len(self._live)
@@ -141,7 +143,11 @@ class RequestStates:
         return list(self._live.values())
 
     def add(self, state: RequestState) -> None:
-        self._live[state.sequence.request.request_id] = state
+        """Queue a request, and note its deadline if it has one."""
+        request = state.sequence.request
+        self._live[request.request_id] = state
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
         self._scheduler.add(state.sequence)
 
     def get(self, request_id: str) -> RequestState | None:
@@ -179,6 +185,20 @@ class RequestStates:
         self._observer.finished(
             sequence.request, sequence.tier, reason, sequence.num_generated, seconds
         )
+
+    def end_overdue(self, now: float) -> None:
+        """End the requests whose time is over, with what they have."""
+        if now < self._next_deadline:
+            return
+        self._next_deadline = math.inf
+        for state in self.all():
+            deadline = state.sequence.request.deadline
+            if deadline is None:
+                continue
+            if deadline <= now:
+                self.deliver(state, state.answer.out_of_time())
+            else:
+                self._next_deadline = min(self._next_deadline, deadline)
 
     def fail(self, state: RequestState, error: str) -> None:
         self.deliver(state, Output(finish_reason=FinishReason.ERROR, error=error))

@@ -29,6 +29,7 @@ _NEEDED = (
     *("max_position_embeddings", "vocab_size"),
 )
 NO_FLOAT16 = "dtype float16 is not served on a CPU; use float32 or bfloat16"
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad"))
 NO_GPU = "torch finds no CUDA device here"
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -93,6 +94,7 @@ def plain_config(folder: Path) -> PlainConfig | None:
         and isinstance(values.get("tie_word_embeddings"), bool)
         and "auto_map" not in values
         and type(values.get("head_dim", 1)) is int
+        and isinstance(values.get("eos_token_id"), int | list | None)
         and "partial_rotary_factor" not in {*block, *values}
     )
     return PlainConfig(values) if is_plain else None
@@ -177,14 +179,19 @@ def plain_templates(folder: Path) -> dict[str, str] | None:
         from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
 
         return read_tokenizer(read_gguf(folder)).chat_templates
-    found = written_templates(folder)
+    found = _written_templates(folder)
     return found if found is not None and _is_tokenizer(folder / "tokenizer.json") else None
 
 
-def written_templates(folder: Path) -> dict[str, str] | None:
+def _written_templates(folder: Path) -> dict[str, str] | None:
     """Return what `plain_templates` does of a folder, without a look at its tokenizer.json."""
     config = read_object(folder / "tokenizer_config.json")
     if config is None or "auto_map" in config:
+        return None
+    for file in (folder / "special_tokens_map.json", folder / "added_tokens.json"):
+        if file.exists() and read_object(file) is None:
+            return None
+    if not all(_is_token(config.get(name)) for name in _SPECIAL_TOKENS):
         return None
     default = folder / "chat_template.jinja"
     files = {"default": default} if default.is_file() else {}
@@ -207,6 +214,12 @@ def _is_named_template(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) for key in ("name", "template")
     )
+
+
+def _is_token(stated: object) -> bool:
+    """Return whether a value is a special token as transformers writes it, or none."""
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return isinstance(text, str) or stated is None
 
 
 def _is_tokenizer(path: Path) -> bool:

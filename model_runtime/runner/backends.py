@@ -3,7 +3,7 @@
 Each backend is imported only for its device. A machine with a GPU needs no working numba.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
@@ -11,14 +11,18 @@ import torch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, SlotStore
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, ROUNDED, check_format
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    FORMATS,
+    ROUNDED,
+    check_format,
+    refuse_sealed_on,
+)
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.model_runtime.state_shape import StateShape
-from ropewalk.rope import ALL_LAYERS, Profile
 
 
 def has_cpu_kernels(device: torch.device) -> bool:
@@ -78,17 +82,6 @@ def backend_for(device: torch.device) -> type[Backend]:
 
         return TritonAttention
     return TorchAttention
-
-
-def check_layers(profiles: Iterable[Profile], plans: Mapping[int, LayerPlan]) -> None:
-    """Raise ModelError if a layer reads every key and a profile's positions release pages."""
-    types = {plan.layer_type for plan in plans.values()}
-    for profile in profiles:
-        if profile.positions is not None and profile.positions.kept and types != {ALL_LAYERS}:
-            raise ModelError(
-                f"positions: {profile.positions.method} is not served for a model with layers "
-                "that rotate otherwise or not at all, because those read every key"
-            )
 
 
 def check_windows(groups: PageGroups | None, plans: Mapping[int, LayerPlan]) -> None:
@@ -168,17 +161,13 @@ def sealed_store(
     """
     name = config.kv_cache_dtype
     device_backend = None
+    refuse_sealed_on(device, name)
     if has_gpu_kernels(device):
         from ropewalk.model_runtime.gpu.sealed.backend import (  # noqa: PLC0415  # optional
             SealedTritonAttention,
         )
 
         device_backend = SealedTritonAttention
-    elif device.type != "cpu":
-        raise ModelError(
-            f"kv_cache_dtype {name} needs the model on a CPU or on a GPU with triton, and it is on "
-            f"{device}"
-        )
     check_format(name, layers, dtype)
     if config.page_size % PAGE_UNIT:
         raise ModelError(

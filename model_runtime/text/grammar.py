@@ -164,12 +164,20 @@ class GrammarCompiler:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
-        self._vocabulary: LLTokenizer | None = None  # built at first use; may take a second
+        self._vocabulary: LLTokenizer | None = None  # by `prepare`, or at first use
         self._vocabulary_lock = threading.Lock()
         self._lock = threading.Lock()  # guards the two below; held only for short times
         # By schema and whitespace, or by Lark; the most recently used is last.
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()
         self._num_waiting = 0
+
+    def prepare(self) -> None:
+        """Build the vocabulary now, unless the library rejects the tokenizer.
+
+        It keeps the interpreter from other threads, for half a second with 50,000 tokens.
+        """
+        with suppress(RequestError):  # comes again with the first grammar
+            self._own_vocabulary("response_format")
 
     def text_of(self, schema: Mapping[str, Any], field: str = "response_format") -> str:
         """Return the schema as text in the form that the grammar keeps.

@@ -25,6 +25,7 @@ class Outcome(enum.StrEnum):
 
     ACCEPTED = "accepted"
     LEFT = "left"  # the client closed the connection while it waited
+    TIMEOUT = "timeout"  # its time was over while it waited, or that of the server
     MAX_RUNNING = "max_running"
     MAX_QUEUED = "max_queued"
     MAX_TOKENS_PER_MINUTE = "max_tokens_per_minute"
@@ -182,6 +183,7 @@ class Allowance:
         try:
             await asyncio.wait({place.entered, leaving}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            self._counters.asked(Outcome.TIMEOUT)
             self._give_up(place)
             raise
         finally:
@@ -219,10 +221,13 @@ class Allowance:
         most = self._bounds.max_queued
         if most is not None and self._num_waiting + num > most:
             self._counters.asked(Outcome.MAX_QUEUED)
+            of_key = f"of the API key {self.name!r}"
+            verb = "waits" if self._num_waiting == 1 else "wait"
+            told = f"{_answers(self._num_waiting)} {of_key} {verb}; at most {most} may"
+            if not most:
+                told = f"All answers {of_key} that may run at once are running, and none may wait"
             raise KeyLimitError(
-                f"{_answers(self._num_waiting)} of the API key {self.name!r} "
-                f"{'waits' if self._num_waiting == 1 else 'wait'}; at most {most} may "
-                "(max_queued).",
+                f"{told} (max_queued).",
                 Outcome.MAX_QUEUED,
                 most,
                 _RETRY_S,

@@ -120,8 +120,8 @@ class Choice(Body):
     logprobs: Logprobs | None = None
     """The logprobs of the text's tokens, or null."""
     finish_reason: str | None = Field(None, examples=["stop"])
-    """`stop` (an end token or a stop string), `length` (`max_tokens`, or the end of the tier), or
-    null while the answer goes on."""
+    """`stop` (an end token or a stop string), `length` (`max_tokens`, the end of the tier, or the
+    end of `max_time`), or null while the answer goes on."""
     rope: RopeAnswer
     """The scaling that was applied."""
     prompt_logprobs: PromptLogprobs | None = Field(

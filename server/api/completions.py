@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import math
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +10,13 @@ from ropewalk.model_runtime.request import Output, TokenLogprob
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.model_runtime.text.detokenizer import Detokenizer
 from ropewalk.server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
-from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
+from ropewalk.server.api.generation_response import (
+    ChunkAnswer,
+    finish_reason,
+    finite,
+    name_request,
+    respond,
+)
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
 from ropewalk.server.api.parts.logprobs import Logprobs
@@ -22,6 +29,7 @@ def completions_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:
+        name_request(http, body.request_id)
         async with service.reserve(body) as reservation:
             grammar = await service.grammar(body.asked_answer, body.whitespace_asked)
             prompts = await _tokenize(service, body)
@@ -147,4 +155,6 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
 def _mean_logprob(output: Output) -> float:
     """Return the mean over all generated tokens, those of a stop string included."""
     generated = (*output.logprobs, *output.cut_logprobs)
+    if not generated:  # its time was over before its first token
+        return -math.inf
     return sum(entry.logprob for entry in generated) / len(generated)

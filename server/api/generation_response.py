@@ -46,6 +46,7 @@ from ropewalk.server.api.parts.usage import (
 from ropewalk.server.api.rope_schema import RopeAnswer
 from ropewalk.server.api.service import Service
 from ropewalk.server.errors import error_body
+from ropewalk.server.middleware.auth import given_id
 
 _MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
@@ -79,9 +80,13 @@ class HttpAnswer(ABC, Generic[BodyT]):
         told = told_answer()
         self.created = int(time.time()) if told is None else told.created
         # Clients know the answer by this id, and the engine its choices by theirs.
-        self.request_id = submission.requests[0].request_id
+        self.own_id = submission.requests[0].request_id
         if told is not None:
-            self.request_id = f"{body.id_prefix}{told.number}"
+            self.own_id = f"{body.id_prefix}{told.number}"
+        # A client may give several answers the same id, so nothing else depends on this one.
+        self.request_id = self.own_id
+        if body.request_id is not None:
+            self.request_id = f"{body.id_prefix}{body.request_id}"
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
         # Hears of each output before it is answered.
@@ -123,7 +128,9 @@ class HttpAnswer(ABC, Generic[BodyT]):
         placement = request.placement
         tier = output.tier or placement.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
-        if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
+        max_tokens = request.sampling.max_tokens
+        is_full = state.num_generated == max_tokens != self.service.max_new_tokens
+        if self.body.asked_max_tokens is None and is_full and output.finish_reason == "length":
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         num_positions = request.positions_with(state.num_generated)
         return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)
@@ -217,9 +224,10 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Yield (choice, output) of outputs that are ready.
 
         Raises EngineStoppedError, OutputNotReadError, or RequestError if the request's grammar
-        cannot continue.
+        cannot continue, or RequestTimeoutError if no answer has begun in its time.
         """
-        for index, output in self._submission.ready(_MOST_TOGETHER):
+        for index, given in self._submission.ready(_MOST_TOGETHER):
+            output = self._in_time(given)
             if output.finish_reason is FinishReason.ERROR:
                 kind = OutputNotReadError if self._submission.is_unread else EngineStoppedError
                 raise kind(f"The request failed: {output.error}.")
@@ -236,6 +244,17 @@ class HttpAnswer(ABC, Generic[BodyT]):
             if self.listener is not None:
                 self.listener(index, output)
             yield index, output
+
+    def _in_time(self, output: Output) -> Output:
+        """Return the output; a choice without a token ends as the others do, if one has begun.
+
+        Raises RequestTimeoutError if none has.
+        """
+        if output.finish_reason is not FinishReason.TIMEOUT:
+            return output
+        if not any(state.num_generated for state in self.choices):
+            raise self.service.out_of_time(self.body)
+        return output._replace(finish_reason=FinishReason.LENGTH)
 
 
 class ChunkAnswer(HttpAnswer[BodyT]):
@@ -311,6 +330,12 @@ class ChunkAnswer(HttpAnswer[BodyT]):
             state = self.choices[index]
             usage = _usage([state], [state])
         return b"".join([event(self.event_body([piece], usage=usage)) for piece in found])
+
+
+def name_request(http: HttpRequest, request_id: str | None) -> None:
+    """Give a request the id of its body in headers and logs, unless its head has one."""
+    if request_id is not None and given_id(http.scope) is None:
+        http.scope["state"]["request_id"] = request_id
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:

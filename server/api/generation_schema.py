@@ -120,6 +120,10 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
     """A request with a lower number starts earlier, and gives its pages up later (vLLM's field).
     Numbers other than 0 need the setting `scheduling_policy` `priority`. No bit of an answer
     depends on it. Default: 0."""
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$", examples=["order-42"])
+    """The `id` of the answer ends with it, in the place of random digits (vLLM's field). It has 1
+    to 128 printable ASCII characters without spaces. It is the `X-Request-Id`, too, unless the
+    request has such a header."""
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=256)]],
@@ -294,8 +298,9 @@ def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: i
             ("stop_token_ids", settings.max_stop_token_ids, "tokens", num_ids),
             ("logit_bias", settings.max_logit_bias, "tokens", len(body.logit_bias or ())),
             ("logprobs", settings.max_logprobs, "alternatives", num_logprobs),
+            ("max_time", settings.max_request_seconds, "seconds", body.max_time),
         )
-        if given > most
+        if given is not None and most is not None and given > most
     ]
     unknown: dict[tuple[str, int], RequestError] = {}
     for param, ids in (

@@ -23,7 +23,12 @@ from typing import TypeVar
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.engine.admission import Places
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.errors import RequestError, RopewalkError, UnknownModelError
+from ropewalk.model_runtime.errors import (
+    RequestError,
+    RequestTimeoutError,
+    RopewalkError,
+    UnknownModelError,
+)
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.runner.bad_words import BARRED, spellings
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
@@ -84,13 +89,14 @@ class Service:
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
-    sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
+    sampling_defaults: Mapping[str, float]  # for fields that a request leaves out
     max_len: int  # positions of the longest sequence of any deployment
     cache_bytes: Mapping[str, int]  # of the KV cache, by part
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
     has_same_bits: bool  # whether an answer has them in any batch
+    max_new_tokens: int | None = None  # of every answer; None: any number
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
     fingerprint: Fingerprint | None = None  # None: no router is trusted
@@ -131,7 +137,8 @@ class Service:
     ) -> AsyncIterator["Reservation"]:
         """Check a request and reserve its places in the queue, before it is tokenised.
 
-        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError,
+        `extra_stop` are the stop strings of the chat template. The time of the request bounds the
+        block, which ends with RequestTimeoutError. Raises RequestError, QueueFullError,
         KeyLimitError or EngineStoppedError, or ClientDisconnectedError while the request waits for
         its key. An error inside the block counts as a rejection, too.
         """
@@ -144,12 +151,36 @@ class Service:
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             check_limits(body, self.settings, self.vocab_size)
             num = body.num_prompts * body.num_answers
-            async with admitted(num):
+            async with self._in_time(body), admitted(num):
                 with self.engine.reserve(num) as places:
                     if body.bad_words:
                         words = await asyncio.to_thread(self._word_ids, body.bad_words)
                         sampling = replace(sampling, bad_words=words)
                     yield Reservation(self, body, deployment, sampling, places, arrived)
+
+    @asynccontextmanager
+    async def _in_time(self, body: GenerationRequest) -> AsyncIterator[None]:
+        """End the block when the time of a request is over. Raises RequestTimeoutError."""
+        timeout = asyncio.timeout(self.time_limit(body))
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise self.out_of_time(body) from error
+
+    def time_limit(self, body: GenerationRequest) -> float | None:
+        """Return the seconds that a request may take; None: no bound."""
+        return self.settings.max_request_seconds if body.max_time is None else body.max_time
+
+    def out_of_time(self, body: GenerationRequest) -> RequestTimeoutError:
+        """Build the error of a request whose time was over before its first token."""
+        name = "max_request_seconds" if body.max_time is None else "max_time"
+        return RequestTimeoutError(
+            f"The request had no token within {self.time_limit(body):g} seconds ({name}).",
+            param=None if body.max_time is None else name,
+        )
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -303,8 +334,14 @@ class Reservation:
         """Return how many last tokens of a prompt are kept; -1 asks for those that fit."""
         if asked != -1:
             return asked
-        room = self.deployment.longest_prompt(self._rope, self.body.asked_max_tokens)
+        room = self.deployment.longest_prompt(self._rope, self._max_tokens)
         return max(1, room)
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Return max_tokens of the body within the operator's bound; None: the body has none."""
+        asked, most = self.body.asked_max_tokens, self.service.max_new_tokens
+        return asked if asked is None or most is None else min(asked, most)
 
     @property
     def _rope(self) -> RopeRequest:
@@ -349,13 +386,17 @@ class Reservation:
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment, rope = self.body, self.deployment, self._rope
-        max_tokens, most = body.asked_max_tokens, f"`{body.max_tokens_field}`"
+        seconds = self.service.time_limit(body)
+        max_tokens, most = self._max_tokens, f"`{body.max_tokens_field}`"
         # Placed first, so that a prompt which is too long is refused for its length.
         if max_tokens is None:
-            max_tokens, placement = deployment.place_open(rope, len(prompt))
+            bound = self.service.max_new_tokens
+            max_tokens, placement = deployment.place_open(rope, len(prompt), bound)
             most = "the answer's room in the longest context"
         else:
             placement = deployment.place(rope, len(prompt), max_tokens)
+        if max_tokens == self.service.max_new_tokens:
+            most = "the server's max_new_tokens"
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError(
                 f"`min_tokens` must be <= {most} ({max_tokens}). Given: {body.min_tokens}",
@@ -376,6 +417,7 @@ class Reservation:
                 shown_ids=shown_ids,
                 priority=body.priority or 0,
                 wants_timings=bool(body.timings_per_token),
+                deadline=None if seconds is None else self.arrived + seconds,
             )
 
         return [request(seed) for seed in body.seeds()]

@@ -46,17 +46,12 @@ class Replicas:
     def connect(self) -> None:
         """Start a Ray cluster on loopback, or join one.
 
-        Raises SettingsError if Ray is missing, or if the cluster cannot be had.
+        Raises SettingsError if the cluster cannot be had.
         """
         for name, value in {**_ENVIRONMENT, **(_OF_OWN_CLUSTER if self._is_own else {})}.items():
             os.environ.setdefault(name, value)
-        try:
-            import ray  # noqa: PLC0415
-        except ImportError as error:
-            got = self._settings.replicas
-            raise SettingsError(
-                f"replicas needs Ray: pip install 'ray[serve]>=2.60' (got {got})"
-            ) from error
+        import ray  # noqa: PLC0415  # the gate has looked for it
+
         quiet: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
         self._is_connected = True
         try:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS, Limit
 from ropewalk.server.strict_json import TwiceError, object_of
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
@@ -114,6 +115,21 @@ def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
+def _generation_defaults(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Refuse fields and values that no request can have as a default."""
+    limits = {**SAMPLING_LIMITS, "max_new_tokens": Limit(1, INT64, is_integer=True)}
+    problems = [
+        f"{name} must be {limits[name]}"
+        if name in limits
+        else f"{name} is not one of its fields, which are {', '.join(limits)}"
+        for name, given in (value or {}).items()
+        if name not in limits or not limits[name].admits(given)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return value
+
+
 def _off(value: Any) -> Any:
     """Return `off` where YAML 1.1 has read a boolean from it."""
     return "off" if isinstance(value, _Switch) and not value.is_on else value
@@ -142,3 +158,4 @@ StoreAddress = Annotated[str, AfterValidator(_store_address)]
 Device = Annotated[str, AfterValidator(_device)]
 # Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.
 JsonObject = Annotated[dict[str, Any] | None, NoDecode, FromJson]
+GenerationDefaults = Annotated[JsonObject, AfterValidator(_generation_defaults)]

@@ -49,12 +49,13 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
         *("--yarn-orig-ctx", "--yarn-ext-factor", "--yarn-attn-factor", "--yarn-beta-slow"),
         "--yarn-beta-fast",
     ),
-    "The model's generation_config.json sets the defaults of sampling, and a request its own "
-    "values.": (
-        *("--generation-config", "--override-generation-config", "--temp", "--temperature"),
+    "The model's generation_config.json sets the defaults of sampling. "
+    "--override-generation-config '{\"temperature\": 0.6}' lays others over it.": (
+        *("--generation-config", "--temp", "--temperature"),
         *("--top-k", "--top-p", "--min-p", "--repeat-penalty"),
     ),
-    "A request sets `max_tokens`.": ("--predict", "--n-predict", "-n"),
+    "A request sets `max_tokens`. --override-generation-config '{\"max_new_tokens\": 512}' bounds "
+    "it.": ("--predict", "--n-predict", "-n"),
     "A request sets `seed`; without one it gets a random seed.": ("--seed", "-s"),
     "Prefix caching is always on.": (
         *("--enable-prefix-caching", "--no-enable-prefix-caching", "--disable-radix-cache"),

@@ -13,6 +13,7 @@ from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, checked_whitesp
 from ropewalk.server.settings.fields import (
     MAX_CONTEXT_BUCKETS,
     FromJson,
+    GenerationDefaults,
     HostNames,
     Integers,
     Keys,
@@ -228,6 +229,13 @@ class LimitSettings(Section):
         unit="seconds",
         gt=0,
     )
+    max_request_seconds: float | None = setting(
+        None,
+        "Longest time of a request, and the default of its `max_time`. Default: no bound.",
+        unit="seconds",
+        gt=0,
+        le=86_400,
+    )
     max_unread_tokens: int = setting(
         16384,
         "Most tokens that the client of a stream may lag behind. Then its request is aborted.",
@@ -255,6 +263,13 @@ class LimitSettings(Section):
     )
     max_logprobs: int = setting(
         20, "Most alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
+    )
+    override_generation_config: GenerationDefaults = setting(
+        None,
+        "Defaults of requests, laid over those of the model's files: temperature, top_p, top_k, "
+        "min_p and repetition_penalty; and max_new_tokens, which bounds all answers. Example: "
+        '{"temperature": 0.6, "max_new_tokens": 512}.',
+        unit="JSON",
     )
     stall_seconds: float = setting(
         120.0,

@@ -1,30 +1,40 @@
-"""`ropewalk config check FILE`: what would be served, without weights."""
+"""`ropewalk config check [MODEL or FILE]`: what would be served, without weights."""
+
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ropewalk.server.sentences import sentences
-from ropewalk.server.settings.flags import SettingsCommand
-from ropewalk.server.settings.load import load_settings
+from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
+from ropewalk.server.settings.load import SECTIONS, load_settings
 from ropewalk.server.startup.gate import Problems, checked
 from ropewalk.server.wording import printable
 
+_SETTINGS_FILES = (".yaml", ".yml")
+
 
 @click.command(cls=SettingsCommand)
-@click.argument("file", required=False)
-@click.option("--config", "named", metavar="FILE", help="FILE, as `serve` and `doctor` take it.")
-def check(file: str | None, named: str | None) -> None:
-    """Show what `ropewalk serve --config FILE` would serve here, without loading weights.
+@click.argument("source", metavar="[MODEL|FILE]", required=False)
+@with_flags(*SECTIONS)
+def check(source: str | None, **flags: Any) -> None:
+    """Show what `ropewalk serve` would serve here, without loading weights.
 
-    The output lists deployments, tiers, the longest context and memory. Variables of the
-    environment override the file. If the server would refuse to start, the exit code is 2, and a
-    sentence gives the reason.
+    MODEL is a folder, a GGUF file or a hub id, and FILE a YAML file of settings, as in --config.
+    The output lists deployments, tiers, the longest context and memory. Flags override variables
+    of the environment, and these the file. If the server would refuse to start, the exit code is 2,
+    and a sentence gives the reason.
     """
-    if (file is None) == (named is None):
-        raise click.UsageError(
-            "name one FILE, as `config check FILE` or `config check --config FILE`"
-        )
+    stated = given(flags)
+    if source is not None:
+        is_file = source.endswith(_SETTINGS_FILES) or _is_plain_file(source)
+        if is_file and "config" in stated:
+            raise click.UsageError(f"name one FILE: {source} or --config {stated['config']}")
+        stated["config" if is_file else "model"] = source
+    elif not stated:
+        raise click.UsageError("name a MODEL or a FILE, as in `config check FILE`")
     with sentences():
-        settings = load_settings({"config": named if file is None else file})
+        settings = load_settings(stated)
         problems = Problems()
         problems.tried(lambda: checked(settings))
         # Imported here, so that a wrong setting does not wait for it.
@@ -36,3 +46,7 @@ def check(file: str | None, named: str | None) -> None:
         problems.refuse()
         assert outlook is not None, "it was made without a problem"
         click.echo(printable("\n".join(outlook_lines(settings, outlook))))
+
+
+def _is_plain_file(source: str) -> bool:
+    return Path(source).is_file() and not source.endswith(".gguf")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk.model_runtime.errors import ModelError
@@ -182,12 +183,8 @@ class Problems:
 def checked(settings: ServeSettings) -> KeyTable:
     """Return the keys. Raises SettingsError with a line for each problem of the settings."""
     problems = Problems()
-    keys = problems.tried(lambda: key_table_of(settings))
-    problems.tried(lambda: check_certificate(settings))
+    keys = problems.tried(lambda: checked_files(settings))
     problems.tried(lambda: chat_template_text(settings))
-    problems.tried(lambda: check_traces(settings))
-    problems.tried(lambda: _check_disk(settings))
-    problems.tried(lambda: _check_store(settings))
     problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
     problems.tried(lambda: address_of(settings))
     problems.refuse()
@@ -195,8 +192,33 @@ def checked(settings: ServeSettings) -> KeyTable:
     return keys
 
 
+def checked_files(settings: ServeSettings) -> KeyTable:
+    """Return the keys. Raises SettingsError with a line for each file or package that is wrong."""
+    problems = Problems()
+    keys = problems.tried(lambda: key_table_of(settings))
+    problems.tried(lambda: check_certificate(settings))
+    problems.tried(lambda: check_traces(settings))
+    problems.tried(lambda: _check_disk(settings))
+    problems.tried(lambda: _check_store(settings))
+    problems.tried(lambda: _check_ray(settings))
+    problems.refuse()
+    assert keys is not None, "it was read without a problem"
+    return keys
+
+
+def _check_ray(settings: ServeSettings) -> None:
+    """Raise SettingsError if replicas are asked for and Ray is absent; nothing is imported."""
+    if settings.replicas is not None and find_spec("ray") is None:
+        raise SettingsError(
+            f"replicas needs Ray: pip install 'ray[serve]>=2.60', got {settings.replicas}"
+        )
+
+
 def _check_disk(settings: ServeSettings) -> None:
-    """Raise SettingsError if the folder of pages cannot be used; the engine makes an absent one."""
+    """Raise SettingsError if the folder of pages cannot be used; the engine makes an absent one.
+
+    Only an attempt tells whether a folder can be made: root may write to /proc and makes none.
+    """
     path = settings.kv_disk
     if path is None:
         return
@@ -210,8 +232,11 @@ def _check_disk(settings: ServeSettings) -> None:
         os.close(open_root(path, create=False))
     except FileNotFoundError:
         there = next(each for each in path.absolute().parents if os.path.exists(each))  # noqa: PTH110  # it raises nothing
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise SettingsError(f"kv_disk: cannot make {path}: {there} cannot be written") from None
+        try:
+            os.rmdir(mkdtemp(prefix=".ropewalk", dir=there))  # noqa: PTH106
+        except OSError as error:
+            told = f"{there} takes no new folder ({error.strerror})"
+            raise SettingsError(f"kv_disk: cannot make {path}: {told}") from None
     except OSError as error:
         raise SettingsError(f"kv_disk: cannot use {path}: {error.strerror}") from error
     except FolderError as error:

@@ -68,6 +68,7 @@ class ServedModel:
     is_on_gpu: bool
     has_same_bits: bool  # in any batch
     banner: str
+    max_new_tokens: int | None  # of every answer; None: any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def load_service(
         keys=keys,
         fingerprint=_fingerprint(settings, loaded, on_phase),
     )
+    service.grammars.prepare()  # now, because it would stop the streams of other clients
     return service, loaded.served.banner
 
 
@@ -149,14 +151,17 @@ def load_served(
     template, formats = _chat_of(settings, checkpoint.tokenizer, checkpoint.vocab_size)
     make = ModelRunner if ranks is None else ranks.runner
     plan = plan_serving(settings, facts_of(checkpoint, settings, make))
+    override = dict(settings.override_generation_config or {})
+    max_new_tokens = override.pop("max_new_tokens", None)
     served = ServedModel(
         plan,
         checkpoint.native,
         checkpoint.vocab_size,
-        checkpoint.sampling_defaults,
+        {**checkpoint.sampling_defaults, **override},
         checkpoint.device.type == "cuda",
         checkpoint.report.bitwise,
         _banner(checkpoint, plan, settings, _chat_lines(template, formats, settings), ranks),
+        max_new_tokens,
     )
     return LoadedModel(checkpoint, served, ranks)
 
@@ -194,6 +199,7 @@ def make_service(
         http_metrics=HttpMetrics(factory),
         vocab_size=served.vocab_size,
         sampling_defaults=served.sampling_defaults,
+        max_new_tokens=served.max_new_tokens,
         max_len=served.plan.config.max_model_len,
         cache_bytes=served.plan.cache_parts,
         chat_template=chat_template,

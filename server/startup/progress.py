@@ -27,6 +27,7 @@ class LoadingProgress:
         self._num_compiled = 0
         self._bytes: tuple[int, int] | None = None  # downloaded, and in total
         self._said = 0.0
+        self._compiling_since: float | None = None  # the first kernel
         self._num_kept: Callable[[], int] = lambda: 0
 
     def enter(self, phase: str) -> None:
@@ -36,7 +37,7 @@ class LoadingProgress:
     def finish(self) -> None:
         """Tell how many kernels later starts find, if kernels were compiled."""
         # Only now, because the disk may refuse the last kernel.
-        if self._said and (num_kept := self._num_kept()):
+        if self._compiling_since is not None and (num_kept := self._num_kept()):
             self._say(f"compiled {counted(num_kept, 'kernel')}; later starts reuse them")
 
     def downloaded(self, done: int, total: int) -> None:
@@ -47,12 +48,14 @@ class LoadingProgress:
         kernel = kernel.lstrip("_")
         self._kernels = (*self._kernels, kernel)
         now = time.monotonic()
+        if self._compiling_since is None:
+            self._compiling_since = now
+            self._say("compiling kernels for this processor")
         if now - self._said < _SECONDS_BETWEEN_LINES:
             return
-        if not self._said:
-            self._say("compiling kernels for this processor")
         self._said = now
-        self._say(f"compiling {kernel}; {self._num_compiled} done, {self._seconds():.0f} s so far")
+        seconds = now - self._compiling_since
+        self._say(f"compiling {kernel}; {self._num_compiled} done, {seconds:.0f} s so far")
 
     def compiled(self) -> None:
         """Note that the compiler has finished the kernel that it began last."""

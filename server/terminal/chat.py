@@ -13,10 +13,11 @@ from ropewalk.server.terminal.connection import ClientError, Connection, Streame
 
 _HELP = """\
 /rope TYPE [FACTOR]  rescale the next messages, for example /rope yarn 8; /rope off: as deployed
+/rope METHOD         read far keys by a position method, for example /rope rerope
 /model NAME          talk to another served name; without NAME, list them
 /system TEXT         set the system message; without TEXT, remove it
 /file PATH           put a file's text in front of the next message
-/compare [TYPE]      answer the last message again under TYPE (default: no scaling)
+/compare [TYPE]      answer the last message again under a type or method (default: no scaling)
 /stats               show the server's requests and cache
 /clear               forget the conversation
 /help                show this list
@@ -131,14 +132,13 @@ class Chat:
         elif len(words) > 2:
             raise ClientError(f"/rope takes a type and a factor, got {text}")
         else:
-            rope: dict[str, Any] = {"rope_type": self._checked_type(words[0])}
+            rope = self._named(words[0])
             if len(words) == 2:
+                if "positions" in rope:
+                    raise ClientError(f"the position method {words[0]} has no factor")
                 rope["factor"] = _factor(words[1])
             self._rope = rope
-        shown = " ".join(
-            f"{value:g}" if isinstance(value, float) else value for value in self._rope.values()
-        )
-        click.secho(f"rope: {shown or 'as deployed'}", dim=True)
+        click.secho(f"rope: {' '.join(words) if self._rope else 'as deployed'}", dim=True)
 
     def _set_model(self, name: str) -> None:
         if name:
@@ -152,15 +152,18 @@ class Chat:
             raise ClientError(f"there is no model {name}. Served: {', '.join(self._names)}")
         return name
 
-    def _checked_type(self, name: str) -> str:
-        """Return a type that requests to the model may name. Raises ClientError."""
-        allowed = [*self._models[self._model]["ropewalk"]["allowed_rope_types"]]
-        allowed += [] if "default" in allowed else ["default"]
-        if name not in allowed:
-            raise ClientError(
-                f"{self._model} has no scaling of the type {name}. Allowed: {', '.join(allowed)}"
-            )
-        return name
+    def _named(self, name: str) -> dict[str, Any]:
+        """Return the body's `rope` for a type or a position method. Raises ClientError."""
+        served = self._models[self._model]["ropewalk"]
+        types = [*served["allowed_rope_types"]]
+        types += [] if "default" in types else ["default"]
+        methods = served.get("allowed_positions") or []
+        if name in methods:
+            return {"positions": {"method": name}}
+        if name in types:
+            return {"rope_type": name}
+        allowed = ", ".join(types) + (f"; positions: {', '.join(methods)}" if methods else "")
+        raise ClientError(f"{self._model} has no scaling of the type {name}. Allowed: {allowed}")
 
     def _set_system(self, text: str) -> None:
         self._system = text
@@ -177,8 +180,9 @@ class Chat:
     def _compare(self, text: str) -> None:
         if not self._turns:
             raise ClientError("there is no message to answer again yet")
-        rope = {"rope_type": self._checked_type(text or "default")}
-        click.secho(f"the last message under {rope['rope_type']}:", dim=True)
+        name = text or "default"
+        rope = self._named(name)
+        click.secho(f"the last message under {name}:", dim=True)
         self._shown(self._turns[:-1], rope)
 
     def _stats(self, _: str) -> None:

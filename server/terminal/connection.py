@@ -37,7 +37,9 @@ class StreamedAnswer:
         num_generated = self.usage.get("completion_tokens", 0)
         parts = [f"{num_prompt:,} + {num_generated:,} tokens"]
         if self.rope:
-            parts.append(f"{self.rope['factor']:g}x {self.rope['rope_type']}")
+            positions = self.rope.get("positions")
+            method = f", {positions['method']}" if positions else ""
+            parts.append(f"{self.rope['factor']:g}x {self.rope['rope_type']}{method}")
         if self.first_s is not None and self.last_s is not None:
             parts.append(f"first token {self.first_s:.2f} s")
             if num_generated > 1:

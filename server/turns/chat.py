@@ -7,7 +7,13 @@ from fastapi import APIRouter, Request, Response
 
 from ropewalk.model_runtime.request import Output
 from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
-from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
+from ropewalk.server.api.generation_response import (
+    ChunkAnswer,
+    finish_reason,
+    finite,
+    name_request,
+    respond,
+)
 from ropewalk.server.api.json_body import JsonBodyRoute
 from ropewalk.server.api.output_queue import Submission
 from ropewalk.server.api.parts.logprobs import ChatLogprobs, TokenLogprobs, TopLogprob
@@ -37,6 +43,7 @@ def chat_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
+        name_request(http, body.request_id)
         async with service.reserve(body, service.chat_template.stop) as reservation:
             turn = _turn(body)
             prepared = await prepare(service, turn)

@@ -10,7 +10,12 @@ from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.model_runtime.errors import OutputNotReadError, RequestError, RopewalkError
+from ropewalk.model_runtime.errors import (
+    OutputNotReadError,
+    RequestError,
+    RequestTimeoutError,
+    RopewalkError,
+)
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
 from ropewalk.server.api.json_body import JsonBodyRoute
@@ -78,7 +83,9 @@ class MessageAnswer(EventAnswer[MessagesRequest]):
         return end + _event("message_stop")
 
     def error_events(self, error: RopewalkError) -> bytes:
+        """Return the event of an answer that failed."""
         kind = "invalid_request_error" if isinstance(error, RequestError) else "api_error"
+        kind = "timeout_error" if isinstance(error, RequestTimeoutError) else kind
         code = {"code": OUTPUT_NOT_READ} if isinstance(error, OutputNotReadError) else {}
         return _event("error", error={"type": kind, "message": str(error), **code})
 
@@ -107,8 +114,9 @@ class MessageAnswer(EventAnswer[MessagesRequest]):
     def _stop_reason(self, output: Output) -> str:
         if self.reader.end(output) is FinishReason.LENGTH:
             # The body has the max_tokens that there was room for.
+            is_full = self.choices[0].num_generated == self.body.max_tokens
             had_room = self.body.max_tokens == self.received.max_tokens
-            return "max_tokens" if had_room else "model_context_window_exceeded"
+            return "model_context_window_exceeded" if is_full and not had_room else "max_tokens"
         if any(part.kind == "call" and not part.is_cut for part in self.parts):
             return "tool_use"
         return "end_turn" if self._stop_sequence(output) is None else "stop_sequence"
@@ -140,6 +148,7 @@ _PATH = "/v1/messages"
 # status -> Anthropic's type of an error
 _TYPES = {
     401: "authentication_error",
+    408: "timeout_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",

@@ -224,7 +224,7 @@ class PartAnswer(HttpAnswer[AskedT], Generic[AskedT, Told]):
         self.readers: list[ChoiceReader] = []  # by choice, if they are read
         if plan is not None:
             self.readers = [
-                ChoiceReader(plan, f"{self.request_id} {index}", is_named=is_named)
+                ChoiceReader(plan, f"{self.own_id} {index}", is_named=is_named)
                 for index in range(len(submission.requests))
             ]
             self.listener = self._read

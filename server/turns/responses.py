@@ -5,7 +5,12 @@ from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from ropewalk.model_runtime.errors import OutputNotReadError, RequestError, RopewalkError
+from ropewalk.model_runtime.errors import (
+    OutputNotReadError,
+    RequestError,
+    RequestTimeoutError,
+    RopewalkError,
+)
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.api.generation_response import respond
 from ropewalk.server.api.json_body import JsonBodyRoute
@@ -13,7 +18,7 @@ from ropewalk.server.api.output_queue import OPENING, event
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
-from ropewalk.server.errors import OUTPUT_NOT_READ
+from ropewalk.server.errors import OUTPUT_NOT_READ, REQUEST_TIMEOUT
 from ropewalk.server.turns.answers.response_answer import (
     InputTokensDetails,
     OutputTokensDetails,
@@ -95,6 +100,8 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
         if isinstance(error, OutputNotReadError):
             code = OUTPUT_NOT_READ
+        if isinstance(error, RequestTimeoutError):
+            code = REQUEST_TIMEOUT
         response["error"] = {"code": code, "message": str(error)}
         return self._event("response.failed", response=response)
 
@@ -109,7 +116,7 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
         return {"item_id": self._item_id(part), "output_index": part.index}
 
     def _item_id(self, part: Part) -> str:
-        number = self.request_id.partition("-")[2]
+        number = self.own_id.removeprefix(self.body.id_prefix)
         return f"{_PREFIXES[part.kind]}_{number}_{part.index}"
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:

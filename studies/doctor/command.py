@@ -19,6 +19,7 @@ from ropewalk.studies.doctor.machine import (
     check_memory,
     check_port,
     check_processor,
+    check_settings,
 )
 from ropewalk.studies.doctor.packages import (
     check_device,
@@ -44,8 +45,8 @@ def doctor(*, as_json: bool, load: bool, **flags: Any) -> None:
     """Check whether this machine and its packages can serve MODEL, one line for each check.
 
     A line is ok, warn or fail, the name of the check, the finding, and what to do. The checks are
-    Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, port
-    and MODEL. No weights are loaded without --load. The exit code is 0 if no check fails, else that
+    Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, the
+    settings' files, port and MODEL. No weights are loaded without --load. The exit code is 0 if no check fails, else that
     of `serve`, which is 2 for all that can be mended. The settings are those of `serve`.
     """
     with sentences():
@@ -93,6 +94,7 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
     yield checked("memory", check_memory)
     yield checked("huge pages", check_huge_pages)
     yield checked("hub cache", check_hub_cache)
+    yield checked("settings", lambda: check_settings(settings))
     yield checked("port", lambda: check_port(settings))
     if isinstance(torch, Finding):
         yield Finding("fail", "model", "not checked, because torch cannot be imported")

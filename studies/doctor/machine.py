@@ -8,7 +8,7 @@ from pathlib import Path
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.process.kernel_folders import kernel_folders, writer_of
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.gate import listening_socket
+from ropewalk.server.startup.gate import checked_files, listening_socket
 from ropewalk.server.wording import counted
 from ropewalk.studies.doctor.finding import Finding
 
@@ -125,6 +125,15 @@ def check_hub_cache() -> Finding:
         action = "free some, or set HF_HOME to a folder on a larger disk"
         return Finding("warn", "hub cache", text, action)
     return Finding("ok", "hub cache", text)
+
+
+def check_settings(settings: ServeSettings) -> Finding:
+    """Check the files, folders and packages that settings name, as `serve` does."""
+    try:
+        checked_files(settings)
+    except SettingsError as error:
+        return Finding("fail", "settings", str(error))
+    return Finding("ok", "settings", "files, folders and packages that they name can be used")
 
 
 def check_port(settings: ServeSettings) -> Finding:

@@ -13,7 +13,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
 from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderError, open_root
-from ropewalk.model_runtime.engine.kv_disk.files.janitor import SMALLEST_CAP, FolderStore
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import FolderStore
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
@@ -29,6 +29,7 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
     identity_of,
     model_facts,
 )
+from ropewalk.model_runtime.engine.kv_disk.least_sizes import refuse_sizes
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Reader
 from ropewalk.model_runtime.engine.kv_disk.stores.store_url import NEEDS_CLIENT, parse_store_url
@@ -37,7 +38,6 @@ from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.size_text import size_text
 
 _LEAST_BUFFERS = 4
 
@@ -54,6 +54,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
             f"{name} serves models whose layers all keep keys and values, and this one has "
             "layers that keep a state, which pages of a prefix do not hold"
         )
+    refuse_sizes(config, memory.num_bytes, machine_memory())
     form = _unnamed(checkpoint, config, store, memory)
     counting = Counting()
     place, open_store = _opening(checkpoint, config, form)
@@ -129,28 +130,18 @@ def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> 
 
     if config.kv_store is not None:
         return _networked(config.kv_store, make_format)
-    return _folder(config, form, make_format)
+    return _folder(config, make_format)
 
 
 def _offloaded(
     gib: float, form: PageFormat, counting: Counting, below: _Opening, pause: Pause
 ) -> _Opening:
-    """Return host memory before a place. Raises ModelError if it is too large, or too small."""
+    """Return host memory before a place."""
     from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import (  # noqa: PLC0415  # rare
         HostMemory,
     )
 
     most_bytes = int(gib * 2**30)
-    if most_bytes < form.num_bytes:
-        raise ModelError(
-            f"kv_offload_gib must be >= {form.num_bytes / 2**30:.3g}, for one page of "
-            f"{size_text(form.num_bytes)}, got {gib:g}"
-        )
-    shortage = machine_memory().shortage(
-        most_bytes, f"pages in host memory (kv_offload_gib {gib:g})"
-    )
-    if shortage is not None:
-        raise ModelError(shortage)
     place, open_below = below
 
     def open_store() -> PageStore:
@@ -168,10 +159,8 @@ def _layout(config: EngineConfig) -> dict[str, object]:
     return {} if config.page_groups is None else {"groups": config.page_groups.layers}
 
 
-def _folder(
-    config: EngineConfig, form: PageFormat, make_format: Callable[[], PageFormat]
-) -> _Opening:
-    """Return the folder of kv_disk. Raises ModelError if it cannot be used, or is too small."""
+def _folder(config: EngineConfig, make_format: Callable[[], PageFormat]) -> _Opening:
+    """Return the folder of kv_disk. Raises ModelError if it cannot be used."""
     path, gib = config.kv_disk, config.kv_disk_gib
     assert path is not None
     assert gib is not None
@@ -179,14 +168,7 @@ def _folder(
         os.close(open_root(path, create=True))
     except FolderError as error:
         raise ModelError(f"kv_disk {error}") from error
-    cap_bytes = int(gib * 2**30)
-    least = SMALLEST_CAP * form.file_bytes
-    if cap_bytes < least:
-        raise ModelError(
-            f"kv_disk_gib must be >= {least / 2**30:.3g}, for {SMALLEST_CAP} pages of "
-            f"{size_text(form.file_bytes)}, got {gib:g}"
-        )
-    return str(path), lambda: FolderStore(path, make_format(), cap_bytes)
+    return str(path), lambda: FolderStore(path, make_format(), int(gib * 2**30))
 
 
 def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:

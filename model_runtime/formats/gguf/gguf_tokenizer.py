@@ -5,6 +5,7 @@ splits text like GPT-2 for each `tokenizer.ggml.pre` that it does not list, `smo
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -203,21 +204,26 @@ class _Vocabulary:
         return {index for index, (token, kind) in rows if token in _ENDS and kind in whole}
 
     def add_whole_tokens(self, backend: Tokenizer) -> None:
-        """Add the tokens that are found in a text before it is split."""
+        """Add the tokens that are found in a text before it is split.
+
+        Each call of the library takes milliseconds with many tokens, so neighbours share one.
+        """
         name = self.file.metadata.get("general.name")
         # llama.cpp, too, knows this by the model's name only.
         strips = isinstance(name, str) and any(each in name.lower() for each in ("phi-3", "phi3"))
         kept = {"<unk>", "<s>", "<|endoftext|>"}
-        for token, kind in zip(self.tokens, self.types, strict=True):
-            if kind in (_CONTROL, _UNKNOWN):
-                rstrip = strips and token not in kept
-                added = AddedToken(token, normalized=False, special=True, rstrip=rstrip)
-                backend.add_special_tokens([added])
-            elif kind == _USER_DEFINED:
-                rstrip = strips and token not in kept
-                backend.add_tokens(
-                    [AddedToken(token, normalized=False, special=False, rstrip=rstrip)]
-                )
+        whole = [
+            AddedToken(
+                token,
+                normalized=False,
+                special=kind != _USER_DEFINED,
+                rstrip=strips and token not in kept,
+            )
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
+        ]
+        for is_special, added in groupby(whole, lambda each: each.special):
+            (backend.add_special_tokens if is_special else backend.add_tokens)(list(added))
 
 
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:

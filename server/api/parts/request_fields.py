@@ -7,6 +7,7 @@ from pydantic import Field
 from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS
 from ropewalk.server.api.rope_schema import RopeField
 from ropewalk.server.api.strict_body import Body, Few
+from ropewalk.server.settings.request_sections import largest
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -36,6 +37,12 @@ class RequestFields(ModelField):
     cache_salt: str | None = Field(None, max_length=128, examples=["tenant-1"])
     """Requests with different salts never share cached prefixes (vLLM's field). Neither do those of
     API keys with different names (docs/deploy.md#api-keys-and-their-bounds)."""
+    max_time: float | None = Field(None, gt=0, le=largest("max_request_seconds"), examples=[30])
+    """Seconds from the arrival of the whole body to the end. An answer that has begun then ends
+    with what it has, and `finish_reason` is `length`. A request without a token gets 408 with the
+    code `request_timeout`. The name and the partial answer are those of transformers'
+    `GenerationConfig`. The setting `max_request_seconds` is the most that a request may name, and
+    the default."""
     rope: RopeField | None = None
     """The scaling of this request. Default: the deployment's."""
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from ropewalk.model_runtime.attention.sealed.page_format import (
     check_format,
     open_bytes,
+    refuse_sealed_on,
     rounds,
+    seals,
     stage_page_bytes,
     token_bytes,
 )
+from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
 from ropewalk.model_runtime.loading.generation_config import generation_of
@@ -29,7 +32,6 @@ from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
     plain_templates,
     refuse_absent,
-    written_templates,
 )
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import bytes_per_state
@@ -52,7 +54,12 @@ from ropewalk.server.startup.planning.banner_lines import (
 )
 from ropewalk.server.startup.planning.format_advice import format_advice
 from ropewalk.server.startup.planning.planned_deployments import plan_deployments
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
+from ropewalk.server.startup.planning.serving_plan import (
+    ModelFacts,
+    ServingPlan,
+    plan_layout,
+    plan_serving,
+)
 from ropewalk.server.startup.planning.template_of import chat_template_of
 
 
@@ -90,7 +97,7 @@ def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelC
 def refuse_before_listening(settings: ServeSettings) -> None:
     """Raise ModelError or SettingsError for an absent model, and for wrong deployments.
 
-    A wrong chat template is reported with the deployments, and not looked for without them.
+    A wrong tokenizer or chat template is reported with them, and not looked for without them.
     Nothing is downloaded, and torch is not imported: other models are checked by `refuse_ahead`.
     """
     if settings.model is not None and is_hub_id(settings.model):
@@ -107,19 +114,21 @@ def refuse_before_listening(settings: ServeSettings) -> None:
     try:
         plan_deployments(settings, outline.native())
     except SettingsError:
-        _refuse_chats_and_deployments(settings, outline)
+        _chats_and_deployments(settings, outline)
         raise
 
 
-def _refuse_chats_and_deployments(settings: ServeSettings, outline: ModelConfig) -> None:
-    """Raise ModelError or SettingsError for a wrong chat template, wrong deployments, or both."""
-    source = Path(outline.source)
-    written = written_templates(source) if source.is_dir() else None
+def _chats_and_deployments(
+    settings: ServeSettings, outline: ModelConfig
+) -> tuple[ChatTemplate, tuple[Deployment, ...]]:
+    """Return both. Raises ModelError or SettingsError for a wrong tokenizer, or either of them."""
     problems = Problems()
-    if written is not None or settings.chat_template is not None:
-        problems.tried(lambda: _tried_template(settings, lambda: written or {}))
-    problems.tried(lambda: plan_deployments(settings, outline.native()))
+    template = problems.tried(lambda: _template_of(settings, outline))
+    deployments = problems.tried(lambda: plan_deployments(settings, outline.native()))
     problems.refuse()
+    assert template is not None, "it was tried without a problem"
+    assert deployments is not None, "they were tried without a problem"
+    return template, deployments
 
 
 def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None:
@@ -128,12 +137,14 @@ def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None
     torch is imported only where the config cannot be read without it, and weights are not read.
     """
     outline = outline_of(settings, on_phase)
-    num_ranks = settings.tensor_parallel_size
-    _refuse_chats_and_deployments(settings, outline)
+    _chats_and_deployments(settings, outline)
+    num_bytes = _storage(settings, outline)[0] or 0
+    rank_bytes = num_bytes // settings.tensor_parallel_size
     is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
-    if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
-        num_bytes = _storage(settings, outline)[0] or 0
-        _plan(settings, outline, num_bytes // num_ranks, _memory(outline))
+    if is_sized or outline.device.type == "cpu":
+        plan_serving(settings, _facts(settings, outline, rank_bytes, machine_memory()))
+    else:  # the size is measured on the GPU
+        plan_layout(settings, _facts(settings, outline, rank_bytes, machine_memory()))
 
 
 def outlook_of(settings: ServeSettings) -> Outlook:
@@ -144,21 +155,16 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     """
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
-    problems = Problems()
-    template = problems.tried(lambda: _template_of(settings, outline))
-    deployments = problems.tried(lambda: plan_deployments(settings, outline.native()))
-    problems.refuse()
-    assert template is not None, "it was tried without a problem"
-    assert deployments is not None, "they were tried without a problem"
+    template, deployments = _chats_and_deployments(settings, outline)
     num_weight_bytes, low_bits = _storage(settings, outline)
-    memory = _memory(outline)
-    if memory is not None:
-        memory = replace(memory, free=memory.total)
-    plan, advice = _advised_plan(
-        settings,
-        max(each.max_len for each in deployments),
-        lambda changed: _plan(changed, outline, rank_bytes or num_weight_bytes or 0, memory),
-    )
+    host = machine_memory()
+    host = replace(host, free=host.total)
+
+    def plan_of(changed: ServeSettings) -> ServingPlan:
+        own_bytes = rank_bytes or num_weight_bytes or 0
+        return plan_serving(changed, _facts(changed, outline, own_bytes, host))
+
+    plan, advice = _advised_plan(settings, max(each.max_len for each in deployments), plan_of)
     chats = template.text, template.plain_problem
     left_out = generation_of(outline).left_out
     return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, left_out, advice)
@@ -189,30 +195,30 @@ def _storage(settings: ServeSettings, outline: ModelConfig) -> tuple[int | None,
     return outline.num_weight_bytes() if low_bits is None else low_bits.num_bytes, low_bits
 
 
-def _memory(outline: ModelConfig) -> MachineMemory | None:
-    """Return the machine's memory; None if the model is on a GPU."""
-    return machine_memory() if outline.device.type == "cpu" else None
+def _facts(
+    settings: ServeSettings, outline: ModelConfig, rank_bytes: int, host: MachineMemory
+) -> ModelFacts:
+    """Return the facts about a model with `rank_bytes` of weights in each process.
 
-
-def _plan(
-    settings: ServeSettings, outline: ModelConfig, rank_bytes: int, memory: MachineMemory | None
-) -> ServingPlan:
-    """Plan for a model with `rank_bytes` of weights in each process.
-
-    Raises SettingsError, or ModelError if the model has no pages in the format of its cache.
+    `host`: the memory of the machine. Raises ModelError if the model has no pages in the format of
+    its cache.
     """
     num_ranks = settings.tensor_parallel_size
+    memory = host if outline.device.type == "cpu" else None
     # On a CPU the ranks share the memory; GPUs have their own.
     to_come = rank_bytes if memory is None else rank_bytes * num_ranks
     affordable = affordable_bytes(outline.device, settings.gpu_memory_utilization, to_come)
     check_format(settings.kv_cache_dtype, outline.layers(), outline.dtype)
+    if seals(settings.kv_cache_dtype):
+        refuse_sealed_on(outline.device, settings.kv_cache_dtype)
     form = (outline.layers(), outline.dtype, settings.kv_cache_dtype, settings.page_size)
-    facts = ModelFacts(
+    return ModelFacts(
         outline.native(),
         token_bytes(*form),
         affordable * num_ranks if memory is None else affordable,
         num_ranks=num_ranks,
         memory=memory,
+        host=host,
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),
         drafts_states=outline.device.type == "cpu",
@@ -222,7 +228,6 @@ def _plan(
         windows=outline.windows(),
         shapes=outline.layers(),
     )
-    return plan_serving(settings, facts)
 
 
 def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | None:

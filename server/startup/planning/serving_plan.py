@@ -4,7 +4,7 @@ Planning needs no weights.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
-from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
+from ropewalk.model_runtime.page_groups import LayerShape, PageGroups, refuse_releases
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import NativeRope, Profile
 from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
@@ -47,6 +47,7 @@ class ModelFacts:
     measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
     num_ranks: int = 1  # processes that hold the model together
     memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
+    host: MachineMemory | None = None  # the machine's, wherever the cache is; None: not looked at
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
     drafts_states: bool = True  # whether a model with states is served with drafts, as on a CPU
@@ -121,15 +122,8 @@ class ServingPlan:
 
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
-    """Build the plan that follows from settings and model. Raises SettingsError."""
-    _refuse_disk(settings, facts)
-    if settings.kv_cache_dtype == ROUNDED and facts.memory is None:
-        raise SettingsError(
-            f"kv_cache_dtype {ROUNDED} needs the model on a CPU; on a GPU it must be "
-            f"{', '.join((EXACT, *FORMATS))}"
-        )
-    deployments = plan_deployments(settings, facts.native)
-    groups, why_whole = _groups(facts, deployments)
+    """Build the plan that follows from settings and model. Raises SettingsError or ModelError."""
+    deployments, groups, why_whole = plan_layout(settings, facts)
     config, memory = _config(settings, facts, deployments, groups)
     deployments = within_cache(settings, deployments, config)
     bounds = settings.context_buckets
@@ -141,12 +135,41 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     return ServingPlan(deployments, config, bounds, *sizes, why_whole)
 
 
-def _groups(
-    facts: ModelFacts, deployments: Iterable[Deployment]
-) -> tuple[PageGroups | None, str | None]:
+def plan_layout(
+    settings: ServeSettings, facts: ModelFacts
+) -> tuple[tuple[Deployment, ...], PageGroups | None, str | None]:
+    """Return the deployments, the groups of layers that share pages, and why there are none.
+
+    Raises SettingsError or ModelError for all that is refused whatever the size of the cache is.
+    """
+    _refuse_disk(settings, facts)
+    if settings.kv_cache_dtype == ROUNDED and facts.memory is None:
+        raise SettingsError(
+            f"kv_cache_dtype {ROUNDED} needs the model on a CPU; on a GPU it must be "
+            f"{', '.join((EXACT, *FORMATS))}"
+        )
+    deployments = plan_deployments(settings, facts.native)
+    refuse_releases(profiles_of(deployments), facts.native.tables)
     longest = max(each.max_len for each in deployments)
     layers = facts.windows, facts.shapes
-    return planned_groups(*layers, longest, has_states=facts.slot_bytes > 0)
+    groups, why_whole = planned_groups(*layers, longest, has_states=facts.slot_bytes > 0)
+    _refuse_sizes_of_tier(settings, facts, groups)
+    return deployments, groups, why_whole
+
+
+def _refuse_sizes_of_tier(
+    settings: ServeSettings, facts: ModelFacts, groups: PageGroups | None
+) -> None:
+    """Raise ModelError if a tier of pages below the cache is too small, or finds no memory."""
+    if tier_setting(settings) is None or facts.host is None:
+        return
+    from ropewalk.model_runtime.engine.kv_disk.least_sizes import (  # noqa: PLC0415  # rare
+        refuse_sizes,
+    )
+
+    num_groups = 1 if groups is None else groups.num_groups
+    page_bytes = padded(facts.token_bytes, groups) * settings.page_size // num_groups
+    refuse_sizes(settings, page_bytes, facts.host)
 
 
 def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:

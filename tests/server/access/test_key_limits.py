@@ -167,3 +167,23 @@ def test_a_waiting_client_that_leaves_is_forgotten(limited: Server) -> None:
     requests, tokens = (gained(limited, *each) for each in zip(counters, before, strict=True))
     assert tokens["crowd", "prompt"] == 20
     assert requests["crowd", "left"] == 1
+
+
+def test_the_time_of_a_request_runs_while_it_waits_for_its_key(limited: Server) -> None:
+    """It is refused as one that waits in the queue, and leaves its place to others."""
+    before = series(limited, "ropewalk_key_requests_total")
+
+    async def case() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=limited.url, timeout=240) as client:
+            long = asyncio.create_task(ask(client, "c", n=2, max_tokens=1000, temperature=2))
+            while series(limited, "ropewalk_key_requests_running")["crowd",] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            answer, _ = await ask(client, "c", max_time=0.2)
+            await long
+            return answer
+
+    answer = asyncio.run(case())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+    gains = gained(limited, "ropewalk_key_requests_total", before)
+    assert (gains["crowd", "timeout"], gains["crowd", "accepted"]) == (1, 1)
+    assert series(limited, "ropewalk_key_requests_waiting")["crowd",] == 0

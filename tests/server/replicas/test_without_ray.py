@@ -21,6 +21,6 @@ def test_replicas_without_ray_are_one_sentence() -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
-        "ropewalk: replicas needs Ray: pip install 'ray[serve]>=2.60' (got 2)"
+        "ropewalk: replicas needs Ray: pip install 'ray[serve]>=2.60', got 2"
     )
     assert "Traceback" not in ended.stderr

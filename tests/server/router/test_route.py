@@ -150,6 +150,7 @@ def test_other_routes_and_refusals_are_passed_on(router: str, servers: list[Serv
         ("POST", "/v1/completions", {"prompt": "x", "model": "none"}),
         ("POST", "/v1/messages", {"messages": []}),
         ("GET", "/nothing?a=b", None),
+        *(("POST", path, {**body_for(path, 1), "max_time": 1e-6}) for path in PATHS),
     ]
     for method, path, body in asked:
         direct, passed = (
@@ -158,6 +159,9 @@ def test_other_routes_and_refusals_are_passed_on(router: str, servers: list[Serv
         assert passed.status_code == direct.status_code
         if path != "/v1/models":
             assert passed.json() == direct.json()
+        assert (passed.status_code == 408) == ("max_time" in (body or {})), passed.text
+    asked_id = {"prompt": "x", "max_tokens": 1, "request_id": "order-42"}
+    assert httpx.post(f"{router}/v1/completions", json=asked_id).json()["id"] == "cmpl-order-42"
     given = httpx.get(f"{router}/v1/models", headers={"X-Request-Id": "of-the-client"})
     assert given.headers["x-request-id"] == "of-the-client"
 

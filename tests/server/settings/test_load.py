@@ -51,6 +51,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "deployments": [{"name": "a"}, {"name": "b", "rope_policy": "grow"}],
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
         "rope_policy": "grow",
+        "override_generation_config": {"temperature": 0.5},
         "rope_tiers": [1, 2],
         "allowed_rope_types": ["yarn"],
         "allowed_positions": ["rerope"],

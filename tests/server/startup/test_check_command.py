@@ -81,10 +81,28 @@ def test_the_file_may_be_named_by_a_flag(tmp_path: Path) -> None:
     one, other = (CliRunner().invoke(check, [*flag, str(path)]) for flag in ([], ["--config"]))
     assert one.exit_code == other.exit_code == 0
     assert one.stdout.splitlines()[:5] == other.stdout.splitlines()[:5]
-    for arguments in ([], [str(path), "--config", str(path)]):
+    for arguments, told in (
+        ([], "name a MODEL or a FILE"),
+        ([str(path), "--config", str(path)], "name one FILE"),
+    ):
         ended = CliRunner().invoke(check, arguments)
         assert ended.exit_code == 2
-        assert "name one FILE" in ended.stderr
+        assert told in ended.stderr
+
+
+def test_a_model_is_checked_as_inspect_shows_it(tmp_path: Path) -> None:
+    """A folder, with flags of `serve` and beside a file of settings; one that is absent, too."""
+    model = str(EMBEDDED_MODEL)
+    ended = CliRunner().invoke(check, [model, "--kv-cache-tokens", "4096", "--device", "cpu"])
+    assert ended.exit_code == 0, ended.stderr
+    assert "KV cache         4096 tokens" in ended.stdout
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("device: cpu\nkv_cache_tokens: 2048\n")
+    ended = CliRunner().invoke(check, [model, "--config", str(path)])
+    assert "KV cache         2048 tokens" in ended.stdout
+    ended = CliRunner().invoke(check, ["/no/such/model"])
+    assert ended.exit_code == 2
+    assert "/no/such/model" in ended.stderr
 
 
 _ENTRIES = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.servers.processes import Server, command
+from tests.servers.processes import Server, command, running_server
 
 _LIMIT_S = 150
 
@@ -120,6 +120,32 @@ def test_a_conversation_by_commands(server: Server, tmp_path: Path) -> None:
         shell.press(b"\x04")  # Ctrl-D
         shell.drain()
         assert shell.process.returncode == 0
+
+
+def test_a_position_method_is_chosen_by_its_name() -> None:
+    """It has no factor; `native` is the trained reading."""
+    block = '{"rope_type": "default", "positions": {"method": "rerope"}}'
+    flags = ("--rope-scaling", block, "--threads", "1", "--kv-cache-tokens", "4096")
+    with (
+        running_server(*flags, "--max-model-len", "1024") as server,
+        terminal("chat", server.url, "--max-tokens", "5", "--temperature", "0") as shell,
+    ):
+        shell.until("> ")
+        for typed, told in (
+            ("/rope foo", r"Allowed: default; positions: .*native.*\n"),
+            ("/rope rerope 2", "the position method rerope has no factor"),
+            ("/rope rerope", "rope: rerope\n"),
+        ):
+            shell.type(typed)
+            shell.until(told)
+        shell.type("word " * 400)  # beyond the trained length, where the method reads
+        assert "1x default, rerope" in shell.until(r"tokens, .*ms/token\n")
+        shell.type("/rope native")
+        shell.until("rope: native\n")
+        shell.type("/clear")
+        shell.until("forgotten")
+        shell.type("hello")
+        assert "rerope" not in shell.until(r"tokens, .*ms/token\n")
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_client(server: Server) -> None:

@@ -27,7 +27,7 @@ from tests.servers.processes import run_here, run_to_end
 
 NAMES = (
     *("python", "packages", "torch", "device", "processor", "kernel cache"),
-    *("memory", "huge pages", "hub cache", "port", "model"),
+    *("memory", "huge pages", "hub cache", "settings", "port", "model"),
 )
 HERE = ("--port", "0", "--device", "cpu")
 

@@ -79,6 +79,10 @@ def test_an_answer_has_reasoning_a_message_and_a_call() -> None:
     ]
     assert found.output_text == "Let me."
     assert found.id.startswith("resp_")
+    number = found.id.removeprefix("resp_")
+    assert [item.id for item in found.output] == [
+        f"{kind}_{number}_{at}" for at, kind in enumerate(("rs", "msg", "fc"))
+    ]
     assert (found.status, found.incomplete_details, found.error) == ("completed", None, None)
     assert (found.instructions, found.metadata) == ("Be brief.", {"a": "b"})
     assert [tool.model_dump(exclude_none=True) for tool in found.tools] == [LOOK]

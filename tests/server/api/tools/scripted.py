@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,8 +33,11 @@ class Said:
     The last text is repeated.
     """
 
-    def __init__(self, vocab_size: int, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, vocab_size: int, texts: Sequence[Sequence[int]], step_seconds: float = 0
+    ) -> None:
         self._vocab_size = vocab_size
+        self._step_seconds = step_seconds
         self._left = [*texts]
         self._token_ids: Sequence[int] = texts[0]
         self._start: int | None = None  # the position whose logits give the first token
@@ -54,6 +58,7 @@ class Said:
 
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Return logits that have only one likely token."""
+        time.sleep(self._step_seconds)
         rows = []
         for span in spans:
             for row in span.logit_rows:
@@ -124,12 +129,16 @@ def saying(
     text: str | Sequence[str],
     template: str | None = None,
     special: Sequence[str] = (),
+    *,
     named: Mapping[str, str] | None = None,
+    step_seconds: float = 0,
+    config: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Iterator[Scripted]:
     """A server whose model says a text, or one text after the other.
 
     `special`: special tokens of its byte tokenizer. `named`: its templates beside `template`.
+    `step_seconds`: the time of a step. `config`: fields of the engine's. `changes`: settings.
     """
     fast = byte_tokenizer_fast()
     fast.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": [*special]})
@@ -141,9 +150,9 @@ def saying(
     said = [[*tokenizer.encode(each), fast.eos_token_id] for each in texts]
     settings = service.settings.model_copy(update=changes)
     engine = Engine(
-        Said(vocab_size, said),
+        Said(vocab_size, said, step_seconds),
         tokenizer,
-        service.engine.config,
+        replace(service.engine.config, **(config or {})),
         frozenset([fast.eos_token_id]),
         service.metrics,
     )
