@@ -5,16 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ropewalk.server.api.generation_schema import (
-    NEUTRAL,
-    GenerationRequest,
-    PromptProgressAnswer,
-    TokenId,
-    Usage,
-)
-from ropewalk.server.api.rope_schema import INT64, RopeAnswer, TimingsAnswer
+from ropewalk.server.api.generation_schema import NEUTRAL, GenerationRequest, TokenId
+from ropewalk.server.api.parts.logprobs import PROMPT_LOGPROBS, Logprobs, PromptLogprobs
+from ropewalk.server.api.parts.usage import AnswerHead, PromptProgressAnswer, TimingsAnswer, Usage
+from ropewalk.server.api.rope_schema import INT64, RopeAnswer
 from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
-from ropewalk.server.api.structured_schema import Logprobs, PromptLogprobs
 from ropewalk.server.settings.request_sections import largest
 
 _MAX_PROMPTS = largest("max_prompts")
@@ -44,12 +39,24 @@ class CompletionRequest(GenerationRequest):
             Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True),
             FirstMistakes,
         ]
-    )
+    ) = Field(examples=["Once upon a time"])
+    """A text, token ids, or a list of either with at most `max_prompts` (64) prompts. The server
+    adds special tokens to a string (`add_special_tokens`), not to token ids."""
     add_special_tokens: bool | None = None
-    max_tokens: int | None = Field(None, ge=0, le=INT64)
-    logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
+    """Adds the special tokens in front of a string (vLLM's field). A string that begins with them
+    itself, such as `<s>`, has them once. llama.cpp and vLLM add them again. Default: true."""
+    max_tokens: int | None = Field(None, ge=0, le=INT64, examples=[100])
+    """The most tokens of an answer. 0 needs `echo`. Default: 16."""
+    logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[3])
+    """Number of alternatives per token, at most `max_logprobs` (20). The values are natural
+    logarithms of the probabilities under the raw logits."""
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=largest("max_n"))
+    """The text begins with the prompt. With `logprobs`, the logprobs include those of the prompt.
+    Default: false."""
+    best_of: int | None = Field(None, ge=1, le=largest("max_n"), examples=[4])
+    """The server computes this many answers, at least `n` and at most `max_n` (16). It returns the
+    `n` with the highest mean log-probability of a token, best first. A request with `best_of` above
+    `n` cannot be streamed. `usage` counts all computed answers. Default: `n`."""
     suffix: str | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -106,23 +113,39 @@ class Choice(Body):
     """One answer, or one piece of it in a stream."""
 
     index: int = 0
-    text: str
+    """Index of the answer. The answers of the first prompt come first."""
+    text: str = Field(examples=[" there was"])
+    """The text, or the next piece of it in a stream. An incomplete character at the end of an
+    answer is left out, and so is U+FFFD, because the two cannot be distinguished."""
     logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+    """The logprobs of the text's tokens, or null."""
+    finish_reason: str | None = Field(None, examples=["stop"])
+    """`stop` (an end token or a stop string), `length` (`max_tokens`, the end of the tier, or the
+    end of `max_time`), or null while the answer goes on."""
     rope: RopeAnswer
-    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
-    token_ids: list[int] | None = Field(None, exclude_if=is_none)
-    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
+    """The scaling that was applied."""
+    prompt_logprobs: PromptLogprobs | None = Field(
+        None, exclude_if=is_none, examples=[PROMPT_LOGPROBS]
+    )
+    """For each token of the prompt an object by token id, and null for the first. Absent if they
+    are not asked for."""
+    token_ids: list[int] | None = Field(None, exclude_if=is_none, examples=[[220, 290]])
+    """The tokens of the text. Absent without `return_token_ids`."""
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none, examples=[[1, 50]])
+    """The tokens of the prompt, in the first event of a stream. Absent without
+    `return_token_ids`."""
 
 
-class CompletionResponse(Body):
+class CompletionResponse(AnswerHead):
     """The answer of /v1/completions, and each event of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
+    """The kind of the object."""
     choices: list[Choice]
+    """The answers, or none in an event that has counts or progress only."""
     usage: Usage | None = None
+    """Token counts. In a stream, null without `stream_options`."""
     timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
+    """Times of the answer. Absent without `timings_per_token`."""
     prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)
+    """How far a long prompt is, in an event of a stream. Absent without `return_progress`."""

@@ -18,8 +18,8 @@ from ropewalk.server.api.generation_response import (
     respond,
 )
 from ropewalk.server.api.output_queue import Submission
+from ropewalk.server.api.parts.logprobs import Logprobs
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.structured_schema import Logprobs
 from ropewalk.server.middleware.json_body import JsonBodyRoute
 
 

@@ -24,12 +24,7 @@ from ropewalk.model_runtime.request import FinishReason, Output, Timings
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.rope import Tier
 from ropewalk.server.access.told_answer import told_answer
-from ropewalk.server.api.generation_schema import (
-    GenerationRequest,
-    PromptProgressAnswer,
-    PromptTokensDetails,
-    Usage,
-)
+from ropewalk.server.api.generation_schema import GenerationRequest
 from ropewalk.server.api.output_queue import (
     DONE,
     KEEP_ALIVE,
@@ -41,9 +36,15 @@ from ropewalk.server.api.output_queue import (
     json_bytes,
     until_disconnect,
 )
-from ropewalk.server.api.rope_schema import RopeAnswer, TimingsAnswer
+from ropewalk.server.api.parts.logprobs import PromptLogprob, PromptLogprobs
+from ropewalk.server.api.parts.usage import (
+    PromptProgressAnswer,
+    PromptTokensDetails,
+    TimingsAnswer,
+    Usage,
+)
+from ropewalk.server.api.rope_schema import RopeAnswer
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.structured_schema import PromptLogprob, PromptLogprobs
 from ropewalk.server.errors import error_body
 from ropewalk.server.middleware.auth import given_id
 

@@ -1,16 +1,16 @@
-"""Shared parts of the bodies that generate: their fields and usage."""
+"""The fields of the older bodies that generate, and their limits by the operator's settings."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ropewalk.model_runtime.errors import RequestError
-from ropewalk.model_runtime.request import PromptProgress, SamplingParams
-from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
-from ropewalk.server.api.rope_schema import INT64, RopeField
-from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS
+from ropewalk.server.api.parts.request_fields import HintFields, RequestFields
+from ropewalk.server.api.strict_body import Body, Few, FirstMistakes
 from ropewalk.server.api.structured_schema import AnswerFields
 from ropewalk.server.errors import MAX_ERRORS
 from ropewalk.server.settings.load import ServeSettings
@@ -23,36 +23,16 @@ class StreamOptions(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(
-        None,
-        description="With `include_usage`, each event with a choice has the token counts of that "
-        "choice so far (vLLM's field).",
-        examples=[True],
-    )
+    """A last event has `usage` and no choices. Default: false."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`, each event with a choice has the token counts of that choice so far
+    (vLLM's field). Default: false."""
     include_obfuscation: bool | None = None
 
 
-class PromptCacheOptions(Body):
-    """OpenAI's `prompt_cache_options`, a hint without effect: every prefix is cached."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: str | None = Field(None, max_length=16)
-
-
-MetadataKey = Annotated[str, Field(max_length=64)]
-MetadataValue = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=largest("max_stop_chars"))]
-
-TimeLimit = Annotated[
-    Annotated[float, Field(gt=0, le=largest("max_request_seconds"))] | None,
-    Field(
-        description="Seconds from the arrival of the request (transformers' name). Then an answer "
-        "that has begun ends with what it has, and a request without a token gets 408.",
-        examples=[30],
-    ),
-]
 
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -70,29 +50,36 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _MAX_BAD_WORDS = 64
 
 
-class GenerationRequest(AnswerFields):
+class GenerationRequest(HintFields, AnswerFields, RequestFields):
     """The fields of every request that generates text."""
 
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]  # the field named in errors about the prompt
     schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
-    model: str | None = Field(None, max_length=256)
-    temperature: float | None = Field(None, **SAMPLING_LIMITS["temperature"].bounds)
-    top_p: float | None = Field(None, **SAMPLING_LIMITS["top_p"].bounds)
-    top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds)
-    min_p: float | None = Field(None, **SAMPLING_LIMITS["min_p"].bounds)
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
-    repetition_penalty: float | None = Field(None, **SAMPLING_LIMITS["repetition_penalty"].bounds)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds, examples=[40])
+    """Keeps this many of the most likely tokens. 0 and -1 turn it off (vLLM's field). Default: that
+    of the model's `generation_config`, or off."""
+    min_p: float | None = Field(None, **SAMPLING_LIMITS["min_p"].bounds, examples=[0.05])
+    """Drops tokens with a probability below this fraction of the highest one (vLLM's field).
+    Default: that of the model's `generation_config`, or 0."""
+    repetition_penalty: float | None = Field(
+        None, **SAMPLING_LIMITS["repetition_penalty"].bounds, examples=[1.1]
+    )
+    """Applies to the tokens of the prompt and the answer (vLLM's field). Default: that of the
+    model's `generation_config`, or 1."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2, examples=[0.5])
+    """Applies to the tokens of the answer. Default: 0."""
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, examples=[0.5])
+    """Applies to the tokens of the answer, each time that they occur. Default: 0."""
     logit_bias: (
         Annotated[
             dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
-            few(largest("max_logit_bias")),
+            Few(largest("max_logit_bias")),
         ]
         | None
-    ) = None
+    ) = Field(None, examples=[{"50": -100}])
+    """Numbers to add to the logits, by token id. At most `max_logit_bias` (1024) tokens."""
     stop: (
         StopString
         | Annotated[
@@ -101,7 +88,9 @@ class GenerationRequest(AnswerFields):
             FirstMistakes,
         ]
         | None
-    ) = None
+    ) = Field(None, examples=[["\n\n"]])
+    """The text ends before the stop string. At most `max_stop_strings` (64) of at most
+    `max_stop_chars` (256) characters each."""
     stop_token_ids: (
         Annotated[
             list[TokenId],
@@ -109,35 +98,32 @@ class GenerationRequest(AnswerFields):
             FirstMistakes,
         ]
         | None
-    ) = None
+    ) = Field(None, examples=[[2]])
+    """End tokens of this request (vLLM's field). At most `max_stop_token_ids` (128)."""
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, le=INT64)
-    n: int | None = Field(None, ge=1, le=largest("max_n"))
-    stream: bool | None = None
+    """Generation continues after the model's end tokens (vLLM's field). Default: false."""
+    min_tokens: int | None = Field(None, ge=0, le=INT64, examples=[8])
+    """No end token and no stop string ends the answer before this many tokens (vLLM's field). At
+    most `max_tokens`. Default: 0."""
+    n: int | None = Field(None, ge=1, le=largest("max_n"), examples=[2])
+    """Number of answers to each prompt, at most `max_n` (16). They share the prompt's pages. Their
+    seeds are `seed`, `seed` + 1, and so on (as in vLLM). Default: 1."""
     stream_options: StreamOptions | None = None
+    """Token counts in the events of a stream. Needs `stream`."""
     return_progress: bool | None = None
-    timings_per_token: bool | None = None  # llama.cpp's
-    priority: int | None = Field(None, ge=-INT64 - 1, le=INT64)  # vLLM's
-    user: str | None = Field(None, max_length=512)
-    store: bool | None = None
-    # Hints of OpenAI's clients, which change nothing here.
-    metadata: Annotated[dict[MetadataKey, MetadataValue], few(16)] | None = None
-    prompt_cache_key: str | None = Field(None, max_length=1024)
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    safety_identifier: str | None = Field(None, max_length=512)
-    verbosity: str | None = None
-    service_tier: str | None = None
-    cache_salt: str | None = Field(None, max_length=128)
-    max_time: TimeLimit = None
-    request_id: str | None = Field(
-        None,
-        pattern=r"^[\x21-\x7e]{1,128}$",
-        description="The answer's id ends with this in the place of random digits (vLLM's field). "
-        "It has 1 to 128 printable ASCII characters without spaces.",
-        examples=["order-42"],
-    )
-    # vLLM's.
+    """The stream reports the progress of the prefill (llama.cpp's field). Needs `stream`. Default:
+    false."""
+    timings_per_token: bool | None = None
+    """The answer has `timings`, and so has each event of a stream (llama.cpp's field). Needs one
+    prompt and one answer. Default: false."""
+    priority: int | None = Field(None, ge=-INT64 - 1, le=INT64, examples=[0])
+    """A request with a lower number starts earlier, and gives its pages up later (vLLM's field).
+    Numbers other than 0 need the setting `scheduling_policy` `priority`. No bit of an answer
+    depends on it. Default: 0."""
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$", examples=["order-42"])
+    """The `id` of the answer ends with it, in the place of random digits (vLLM's field). It has 1
+    to 128 printable ASCII characters without spaces. It is the `X-Request-Id`, too, unless the
+    request has such a header."""
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=256)]],
@@ -145,19 +131,38 @@ class GenerationRequest(AnswerFields):
             FirstMistakes,
         ]
         | None
-    ) = None
+    ) = Field(None, examples=[["never"]])
+    """Words that the answer must not contain (vLLM's field). The server bars the last token of a
+    word where the answer ends with its other tokens, with and without a space before the word. A
+    word of whitespace is barred as it is. If a grammar allows no other token, the token comes all
+    the same."""
     include_stop_str_in_output: bool | None = None
+    """The text contains the stop string that ended it (vLLM's field). It also contains an end
+    token, if special tokens are shown. Default: false."""
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64)
-    prompt_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
+    """With false, the text contains its special tokens (vLLM's field). Default: true."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64, examples=[512])
+    """The prompt is its last tokens, as many as this number, and not 0 (vLLM's field). With -1, it
+    is as many as leave room for `max_tokens`, or for an eighth of the native length. A text with
+    more characters than the longest context can hold gets 400 all the same."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[1])
+    """Number of alternatives for each token of the prompt, at most `max_logprobs` (20) (vLLM's
+    field). The answer has `prompt_logprobs`, a list of null and then objects by token id, with
+    `logprob`, `decoded_token` and `rank`. The rank is null if the token is not among the
+    alternatives that the server looks at. Cannot be streamed."""
     return_token_ids: bool | None = None
+    """The choice has `token_ids` and `prompt_token_ids` (vLLM's field). In a stream, each event has
+    the ids of its tokens, and the first event of a choice has those of the prompt. Default:
+    false."""
+    store: bool | None = None
+    verbosity: str | None = None
+    service_tier: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_prompt: bool | None = None
-    rope: RopeField | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a field and its problem for each conflict between fields of both routes."""
@@ -321,50 +326,3 @@ def unknown_token(token_id: int, param: str, vocab_size: int) -> RequestError:
     return RequestError(
         f"`{param}` token ids must be < {vocab_size}. Given: {token_id}", param=param
     )
-
-
-class CompletionTokensDetails(Body):
-    """The parts of the answers."""
-
-    # Only for models whose reasoning is separated from the text.
-    reasoning_tokens: int | None = Field(None, exclude_if=is_none)
-    # Only for a request with `prediction`: tokens of drafts that were chosen, and the others.
-    accepted_prediction_tokens: int | None = Field(None, exclude_if=is_none)
-    rejected_prediction_tokens: int | None = Field(None, exclude_if=is_none)
-
-
-class PromptTokensDetails(Body):
-    """The source of the prompt's keys and values."""
-
-    cached_tokens: int  # read from the prefix cache
-
-
-class Usage(Body):
-    """Token counts; a prompt counts once, however many answers it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = Field(None, exclude_if=is_none)
-
-
-class PromptProgressAnswer(Body):
-    """How far a long prompt is, as llama.cpp tells it."""
-
-    index: int  # of the prompt
-    total: int  # tokens of the prompt
-    cache: int  # those of them found in the prefix cache
-    processed: int  # those done, the cached ones included
-    time_ms: float  # since the prompt was started
-
-    @classmethod
-    def of(cls, index: int, progress: PromptProgress) -> Self:
-        """Build it from the engine's numbers."""
-        return cls(
-            index=index,
-            total=progress.num_prompt_tokens,
-            cache=progress.num_cached_tokens,
-            processed=progress.num_computed_tokens,
-            time_ms=round(progress.seconds * 1000, 3),
-        )

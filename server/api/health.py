@@ -1,14 +1,34 @@
 """GET /live, /ready, /health, /version and /metrics, for monitoring."""
 
+from typing import Literal
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
 from ropewalk.model_runtime.engine.admission import problem_of
 from ropewalk.server.api.service import Service
+from ropewalk.server.api.strict_body import Body
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS
 from ropewalk.server.version import own_commit, own_version
+
+
+class StatusAnswer(Body):
+    """The answer of a probe that is well."""
+
+    status: Literal["ok"]
+    """Always `ok`: others are errors."""
+
+
+class VersionAnswer(Body):
+    """The answer of /version."""
+
+    version: str = Field(examples=["0.1.0"])
+    """The release of ropewalk."""
+    commit: str | None = Field(examples=["4f2a90c1d3b7"])
+    """The commit, or null if nothing tells it (docs/deploy.md#upgrading)."""
 
 
 def health_router(service: Service) -> APIRouter:
@@ -19,23 +39,23 @@ def health_router(service: Service) -> APIRouter:
         return problem_of(service.engine, service.settings.stall_seconds)
 
     @router.head("/live", include_in_schema=False)
-    @router.get("/live")
+    @router.get("/live", response_model=StatusAnswer)
     async def live() -> JSONResponse:
         return _status(problem())
 
     @router.head("/ready", include_in_schema=False)
-    @router.get("/ready")
+    @router.get("/ready", response_model=StatusAnswer)
     async def ready(http: Request) -> JSONResponse:
         return _draining(http) or _status(problem())
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health")
+    @router.get("/health", response_model=StatusAnswer)
     async def health(http: Request) -> JSONResponse:
         return _draining(http) or _status(problem())
 
     @router.get("/version")
-    def get_version() -> dict[str, str | None]:  # not async: the first one may ask git
-        return {"version": own_version(), "commit": own_commit()}
+    def get_version() -> VersionAnswer:  # not async: the first one may ask git
+        return VersionAnswer(version=own_version(), commit=own_commit())
 
     @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=PlainTextResponse)

@@ -1,12 +1,11 @@
 """The `rope` object: what a request asks for, and what an answer had."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Literal, Self
 
 from pydantic import Field
 
 from ropewalk.model_runtime.deployments.deployment import Placement, RopeRequest
-from ropewalk.model_runtime.request import Timings
 from ropewalk.rope import PositionMethod, Tier
 from ropewalk.server.api.strict_body import Body, is_none
 
@@ -14,20 +13,29 @@ INT64 = 2**63 - 1
 
 
 class PositionsField(Body):
-    """A position method. A request names the method; its parameters are the server's.
+    """A position method. A request names the method, and its parameters are the server's.
 
-    They are accepted if they are those that answers report.
+    Parameters are accepted if they are those that answers report.
     """
 
-    method: str = Field(max_length=32)
-    window: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    group: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    shift: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    sinks: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    chunk_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    local_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    temperature_factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none)
-    factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none)
+    method: str = Field(max_length=32, examples=["rerope"])
+    """The method's name (docs/positions.md). A request may name those that the operator allows."""
+    window: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[128])
+    """Tokens before a query that it reads at their own distance; of `string`, W."""
+    group: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[8])
+    """Of `self_extend`: positions beyond the window that become one."""
+    shift: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[80])
+    """Of `string`: tokens by which far positions are shifted."""
+    sinks: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[4])
+    """Of `sinks`: first tokens that every query reads."""
+    chunk_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[256])
+    """Of `dual_chunk`: tokens of a chunk and of the local part beside it."""
+    local_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[64])
+    """Of `dual_chunk`: distance in tokens up to which distances are the true ones."""
+    temperature_factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none, examples=[1.0])
+    """Of `dual_chunk`: factor of queries and keys in the rotated dimensions."""
+    factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none, examples=[1.0])
+    """Of `string`: factor of the attention."""
 
     @classmethod
     def of(cls, method: PositionMethod | None) -> Self | None:
@@ -35,19 +43,36 @@ class PositionsField(Body):
 
 
 class RopeField(Body):
-    """The `rope` object of a request."""
+    """The `rope` object of a request. That of an answer may be sent back unchanged."""
 
-    rope_type: str | None = Field(None, max_length=32)
-    factor: float | None = Field(None, ge=1, le=1e6)
-    policy: str | None = Field(None, max_length=32)
-    # Only reported. A client may send back the object of an answer unchanged.
-    requested_factor: float | None = Field(None, ge=1, le=1e6)
-    original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64)
-    rescaled: int | None = Field(None, ge=0, le=INT64)
-    ended_by: Literal["tier", "max_model_len"] | None = None
-    beyond_trained_length: bool | None = None
+    rope_type: str | None = Field(None, max_length=32, examples=["yarn"])
+    """A method of docs/rope.md that the operator allows. If `default` is not allowed, the server
+    accepts it within the native length, where short answers report it."""
+    factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
+    """The tier covers at least this many times the native length. The server raises the factor to
+    the next tier, unless `exact` is true. Above `max_rope_factor`, the server accepts only the
+    factor of the tier that the request has without it."""
+    exact: bool | None = Field(None, examples=[False])
+    """With true, the request is served by the table of exactly its `factor`, at every length up to
+    that factor times the native length. The factor is that of a tier, or one of the setting
+    `exact_rope_factors`. Other factors get 400, with the list."""
     positions: PositionsField | None = None
-    exact: bool | None = None  # the factor is the table's, not the least one
+    """A position method (docs/positions.md) that the operator allows, as `{"method": ...}`. Its
+    parameters are the server's."""
+    policy: str | None = Field(None, max_length=32, examples=["grow"])
+    """`by_position`, `grow`, `grow-exact` or `fixed` (docs/rope.md#policies). `pinned` is another
+    name of `grow`. Under `fixed`, a `factor` selects the same tier at every length."""
+    requested_factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
+    """Of an answer that is sent back: at most `factor`. If `rescaled` is there, it is the factor of
+    the request under every policy but `fixed`."""
+    original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64, examples=[256])
+    """Of an answer that is sent back: the deployment's own length."""
+    rescaled: int | None = Field(None, ge=0, le=INT64, examples=[0])
+    """Of an answer that is sent back: chooses nothing by itself."""
+    ended_by: Literal["tier", "max_model_len"] | None = None
+    """Of an answer that is sent back: ignored."""
+    beyond_trained_length: bool | None = None
+    """Of an answer that is sent back: ignored."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield an exact factor that is missing, and one that the reported one is below."""
@@ -74,19 +99,36 @@ class RopeField(Body):
 class RopeAnswer(Body):
     """The scaling that was applied to one choice."""
 
-    rope_type: str
-    factor: float
-    requested_factor: float | None
-    original_max_position_embeddings: int
-    policy: str
-    rescaled: int  # how often the table changed while the request ran
-    # Set if an answer without max_tokens had no more room.
+    rope_type: str = Field(examples=["yarn"])
+    """The method. `default` is the native table."""
+    factor: float = Field(examples=[2.0])
+    """The factor of the tier of the last token (docs/rope.md#the-length-of-a-request), which is its
+    ceiling over `original_max_position_embeddings`. A position method has none, so it is that of
+    the table, 1. In a stream, each event has the tier so far."""
+    requested_factor: float | None = Field(examples=[2.0])
+    """The `factor` of the request, or null."""
+    original_max_position_embeddings: int = Field(examples=[256])
+    """L, the native length. If the checkpoint carries scaling, this is the length that its own
+    block starts from."""
+    policy: str = Field(examples=["grow"])
+    """The policy (docs/rope.md#policies)."""
+    rescaled: int = Field(examples=[0])
+    """Number of table changes while the request ran. It is 0 under `fixed`."""
     ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
-    # True if some positions are more than the table is made for; else absent.
+    """Present if the request had no `max_tokens` and the answer used all its room, so
+    `finish_reason` is `length`. `tier` means that the longest tier is full, and `max_model_len`
+    that the context ends inside a tier. In a stream, the last event of the choice has it."""
     beyond_trained_length: Literal[True] | None = Field(None, exclude_if=is_none)
-    exact: Literal[True] | None = Field(None, exclude_if=is_none)  # as requested
-    # The position method in force; absent if every key is at its own position.
+    """True if the prompt and the answer so far have more positions than the table is made for,
+    otherwise absent. This can happen with `default` only, because every other table reaches its
+    tier's ceiling. In a stream, every event has it if the prompt is so long, and otherwise the last
+    event of the choice. The access log and the metric
+    `ropewalk_requests_beyond_trained_length_total` have it, too."""
+    exact: Literal[True] | None = Field(None, exclude_if=is_none)
+    """True if the request asked for it, otherwise absent."""
     positions: PositionsField | None = Field(None, exclude_if=is_none)
+    """The position method (docs/positions.md) and its parameters. Absent if every key is read at
+    its own position."""
 
     @classmethod
     def of(
@@ -110,41 +152,3 @@ class RopeAnswer(Body):
             exact=placement.is_exact or None,
             positions=PositionsField.of(tier.profile.positions),
         )
-
-
-class TimingsAnswer(Body):
-    """Tokens and milliseconds of the prompt and of the answer."""
-
-    cache_n: int  # tokens of the prompt that were found in the prefix cache
-    prompt_n: int  # the others, which were computed
-    prompt_ms: float  # from the first step to the first token
-    prompt_per_token_ms: float | None
-    prompt_per_second: float | None
-    predicted_n: int  # tokens of the answer
-    predicted_ms: float  # from the first token to the newest
-    predicted_per_token_ms: float | None
-    predicted_per_second: float | None
-
-    @classmethod
-    def of(cls, times: Timings, num_cached: int, num_prompt: int, num_generated: int) -> Self:
-        """Build it from the engine's times and the counts of tokens."""
-        num_computed = num_prompt - num_cached
-        return cls(
-            cache_n=num_cached,
-            prompt_n=num_computed,
-            predicted_n=num_generated,
-            **_rates("prompt", num_computed, times.prefill_s),
-            # The first token belongs to the prompt's time.
-            **_rates("predicted", num_generated, times.decode_s, num_timed=num_generated - 1),
-        )
-
-
-def _rates(name: str, num: int, seconds: float, num_timed: int | None = None) -> Mapping[str, Any]:
-    """Return the milliseconds, and both rates where there are any."""
-    timed = num if num_timed is None else num_timed
-    has_rate = timed > 0 and seconds > 0
-    return {
-        f"{name}_ms": round(seconds * 1000, 3),
-        f"{name}_per_token_ms": round(seconds * 1000 / timed, 3) if has_rate else None,
-        f"{name}_per_second": round(timed / seconds, 3) if has_rate else None,
-    }

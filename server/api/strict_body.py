@@ -6,12 +6,14 @@ refused, never ignored. A field of null is a field left out, whether this server
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -20,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ropewalk.server.wording import did_you_mean
 
@@ -87,9 +89,19 @@ def _of_field(kind: str, param: str, problem: str) -> PydanticCustomError:
 
 
 class Body(BaseModel):
-    """A strict, frozen JSON object."""
+    """A strict, frozen JSON object.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    The text below a field describes it in /openapi.json and docs/api.md. A string, a number and a
+    free object need an example, too; others have one by their type.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
     # OpenAI's fields that are accepted only with values that have no effect.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     instead: ClassVar[Mapping[str, str]] = {}  # words for the fields to use instead of others
@@ -99,10 +111,32 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describe the object; any other field may be null."""
+        """Describe the object and its neutral fields; any other field may be null."""
         schema = handler(core_schema)
-        handler.resolve_ref_schema(schema)["additionalProperties"] = {"type": "null"}
+        found = handler.resolve_ref_schema(schema)
+        found["additionalProperties"] = {"type": "null"}
+        for name, field in found["properties"].items():
+            if name in cls.neutral:
+                found["properties"][name] = cls._described_neutral(name)
+            elif "description" in field:
+                field["description"] = " ".join(field["description"].split())
         return schema
+
+    @classmethod
+    def _described_neutral(cls, name: str) -> JsonSchemaValue:
+        """Return the schema of a field that is accepted at values without effect only."""
+        values = [value for value in cls.neutral[name] if value is not None]
+        told = " or ".join(json.dumps(value) for value in values)
+        instead = cls.instead.get(name)
+        only = (
+            f"Accepted only as {told}, which has no effect." if told else "Accepted only as null."
+        )
+        return {
+            "enum": [*values, None],
+            "description": f"{only} Use {instead}." if instead else only,
+            "examples": values[:1] or [None],
+            "default": None,
+        }
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -245,14 +279,28 @@ def _in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 InPieces = WrapValidator(_in_pieces)
 
 
-def few(most: int) -> WrapValidator:
-    """Build a validator of an object with up to `most` entries that reports few of its mistakes."""
+@dataclass(frozen=True, slots=True)
+class Few:
+    """A limit of an object's entries that reports few of its mistakes."""
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_many", "must have at most {most} entries", {"most": most, "given": len(value)}
-            )
+    most: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Check the number before the entries, because a million of errors take seconds."""
+        inner = handler(source)
+        return core_schema.no_info_wrap_validator_function(self._check, inner)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "maxProperties": self.most}
+
+    def _check(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, dict) and len(value) > self.most:
+            told = {"most": self.most, "given": len(value)}
+            raise PydanticCustomError("too_many", "must have at most {most} entries", told)
         try:
             return handler(value)
         except ValidationError:
@@ -261,8 +309,6 @@ def few(most: int) -> WrapValidator:
             wrong = (item for item in value.items() if _is_refused(dict([item]), handler))
             handler(dict(islice(wrong, _MAX_NAMES)))
             raise
-
-    return WrapValidator(check)
 
 
 def _is_refused(value: Mapping[str, Any], handler: ValidatorFunctionWrapHandler) -> bool:

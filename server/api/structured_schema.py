@@ -1,34 +1,49 @@
 """The fields of structured answers: the form, its schema and its whitespace."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ropewalk.model_runtime.request import TokenLogprob
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT
 from ropewalk.model_runtime.text.grammar_trial import ANY, NONE, checked_whitespace
 from ropewalk.model_runtime.text.text_rules import choice_rule, regex_rule
 from ropewalk.server.api.strict_body import MAX_DEPTH, Body, FirstMistakes, is_too_deep
 
+# The example of each field with a schema.
+SCHEMA_EXAMPLE = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
 
 class JsonSchemaField(Body):
     """OpenAI's `json_schema`. Name and description change nothing; every schema is strict here."""
 
-    name: str = Field(min_length=1, max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema")
+    name: str = Field(min_length=1, max_length=64, examples=["answer"])
+    """A name without effect."""
+    schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
+    """The JSON schema that the answer satisfies (docs/api.md#structured-answers). At most
+    `max_schema_bytes` (65536)."""
     strict: bool | None = None
-    description: str | None = Field(None, max_length=4096)
+    """Without effect: every schema is strict."""
+    description: str | None = Field(None, max_length=4096, examples=["A colour."])
+    """A description without effect."""
 
 
 class ResponseFormat(Body):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """`text` is any text, `json_object` any JSON object, and `json_schema` JSON that satisfies a
+    schema."""
     json_schema: JsonSchemaField | None = None
+    """The schema of the type `json_schema`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the schema's problem if it is there without its type, or the other way round."""
@@ -100,12 +115,24 @@ class StructuredOutputs(Body):
         "structural_tag": "`json` with a schema",
     }
 
-    json_: SchemaOrText | None = Field(None, alias="json")
-    regex: Regex | None = None
-    choice: Choices | None = None
+    json_: SchemaOrText | None = Field(None, alias="json", examples=[SCHEMA_EXAMPLE])
+    """The answer is JSON that satisfies this schema, which is an object or its text."""
+    regex: Regex | None = Field(None, examples=["[0-9]{5}"])
+    """The answer is a text that this regular expression matches as a whole."""
+    choice: Choices | None = Field(None, examples=[["yes", "no"]])
+    """The answer is one of these texts."""
     json_object: bool | None = None
-    whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] | None = None
+    """With true, the answer is a JSON object."""
+    whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] | None = Field(
+        None, examples=["[ ]?"]
+    )
+    """A regular expression of at most 64 characters for the whitespace in one place of JSON. It may
+    also be left out there. The parts are spaces, `\\t`, `\\n`, `\\r`, classes, groups, `?` and
+    bounds such as `{0,4}`. A pattern without bounds gets 400. Default: the setting
+    `whitespace_pattern`."""
     disable_any_whitespace: bool | None = None
+    """With true, JSON has no whitespace. With false, one place contains up to 32 characters of any
+    whitespace of JSON."""
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
 
@@ -134,11 +161,17 @@ class AnswerFields(Body):
     }
 
     response_format: ResponseFormat | None = None
+    """The format of the answer (docs/api.md#structured-answers)."""
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names of the same.
-    guided_json: SchemaOrText | None = None
-    guided_regex: Regex | None = None
-    guided_choice: Choices | None = None
+    """The form of the answer, and the whitespace of JSON (vLLM's field)."""
+    guided_json: SchemaOrText | None = Field(None, examples=[SCHEMA_EXAMPLE])
+    """The answer is JSON that satisfies this schema, which is an object or its text (vLLM's older
+    name)."""
+    guided_regex: Regex | None = Field(None, examples=["[0-9]{5}"])
+    """The answer is a text that this regular expression matches as a whole (vLLM's older name). `^`
+    at its start and `$` at its end say nothing more. Look-around and back-references get 400."""
+    guided_choice: Choices | None = Field(None, examples=[["yes", "no"]])
+    """The answer is one of these texts (vLLM's older name)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a second form, and whitespace without JSON."""
@@ -187,56 +220,3 @@ class AnswerFields(Body):
                 yield AskedAnswer(field, rule=choice_rule(choices))
         if outputs.json_object:
             yield AskedAnswer("structured_outputs", ANY_OBJECT)
-
-
-class Logprobs(Body):
-    """The classic completions shape."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class TopLogprob(Body):
-    """One token that might have been chosen."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprobs(TopLogprob):
-    """The chosen token, and the likeliest ones."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Body):
-    """OpenAI's chat shape."""
-
-    content: list[TokenLogprobs]
-    refusal: None = None
-
-
-class PromptLogprob(Body):
-    """A token of the prompt, or one that might have stood there, as vLLM tells it."""
-
-    logprob: float
-    rank: int | None  # among all tokens, from 1; None: behind the reported ones
-    decoded_token: str
-
-    @classmethod
-    def by_token(
-        cls, scored: TokenLogprob, num_top: int, told: Callable[[int, float, int | None], Self]
-    ) -> dict[str, Self]:
-        """Return the token and the likeliest ones by their ids in decimal."""
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
-        own = (scored.token_id, scored.logprob)
-        return {
-            str(token_id): told(token_id, logprob, ranks.get(token_id))
-            for token_id, logprob in (own, *scored.top[:num_top])
-        }
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # None: the first token has none

@@ -4,13 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import BaseModel
-
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import GenerationRequest
-
-# Fields that mean the same in all bodies.
-_ALIKE = ("model", "temperature", "top_p", "seed", "cache_salt", "rope", "stream", "max_time")
+from ropewalk.server.api.parts.request_fields import RequestFields
 
 
 class TurnRequest(GenerationRequest):
@@ -19,9 +15,9 @@ class TurnRequest(GenerationRequest):
     max_tokens: int | None = None
 
     @classmethod
-    def of(cls, body: BaseModel, **others: Any) -> "TurnRequest":
-        """Build it from the fields that a body has under our names, and from `others`."""
-        alike = {name: getattr(body, name) for name in _ALIKE}
+    def of(cls, body: RequestFields, **others: Any) -> "TurnRequest":
+        """Build it from the fields that mean the same in all bodies, and from `others`."""
+        alike = {name: getattr(body, name) for name in RequestFields.model_fields}
         return cls.model_construct(None, **alike, **others)
 
     @property

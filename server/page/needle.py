@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pydantic import Field
+
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.api.strict_body import Body
@@ -21,13 +23,20 @@ _CHARACTERS_A_TOKEN = 12  # above the real number, so that the text is long enou
 class NeedleAnswer(Body):
     """A prompt, and the text that a model answers if it finds the needle."""
 
-    prompt: str
-    expected: str
-    context_len: int  # tokens of the prompt and of the answer's room
-    num_prompt_tokens: int
-    max_tokens: int
-    depth: float  # share of the text before the needle
-    source: str  # the file of the standard library that the text ends in
+    prompt: str = Field(examples=["import os"])
+    """The text with the hidden value, and a question for it at the end."""
+    expected: str = Field(examples=["48213"])
+    """The text that a model answers if it finds the value."""
+    context_len: int = Field(examples=[512])
+    """Tokens of the prompt and of the room for the answer."""
+    num_prompt_tokens: int = Field(examples=[500])
+    """Tokens of the prompt."""
+    max_tokens: int = Field(examples=[12])
+    """Tokens of the room for the answer."""
+    depth: float = Field(examples=[0.1])
+    """Share of the text before the value."""
+    source: str = Field(examples=["json/decoder.py"])
+    """The file of the standard library that the text ends in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,25 @@ from ropewalk.server.wording import did_you_mean
 class TierRequest(TokenizeRequest):
     """A prompt or messages, with the fields that choose the table."""
 
-    max_tokens: int | None = Field(None, ge=1, le=INT64)
+    max_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
+    """The most tokens of the answer. Default: as in the routes that generate."""
     rope: RopeField | None = None
+    """The scaling of the request. Default: the deployment's."""
 
 
 class TierAnswer(Body):
     """The `rope` object that the answer will begin with, or the reason why there is none."""
 
-    count: int  # tokens of the prompt
-    max_model_len: int
-    tier_len: int | None  # tokens up to which the table serves
+    count: int = Field(examples=[80])
+    """Tokens of the prompt."""
+    max_model_len: int = Field(examples=[2048])
+    """The longest context of the model, in tokens."""
+    tier_len: int | None = Field(examples=[256])
+    """Tokens up to which the table serves, or null beside a problem."""
     rope: RopeAnswer | None
-    problem: str | None
+    """The `rope` object of the answer, or null beside a problem."""
+    problem: str | None = Field(examples=[None])
+    """The reason why there is no table, or null."""
 
 
 def tier_router(service: Service) -> APIRouter:
@@ -111,10 +118,36 @@ def playground_router(service: Service) -> APIRouter:
     @router.get("/playground/needle", dependencies=[Depends(_no_unknown_parameter)])
     def needle(
         # Its maximum is the deployment's, so NeedleMaker checks both and names them.
-        context_len: Annotated[int | None, Query(json_schema_extra={"minimum": SHORTEST})] = None,
-        depth: Annotated[float, Query(ge=0, le=1, allow_inf_nan=False)] = 0.1,
-        seed: Annotated[int, Query(ge=0, lt=2**63)] = 0,
-        model: Annotated[str | None, Query(max_length=256)] = None,
+        context_len: Annotated[
+            int | None,
+            Query(
+                json_schema_extra={"minimum": SHORTEST},
+                description="Tokens of the prompt and of the room for the answer. Default: the "
+                "longest context.",
+                examples=[512],
+            ),
+        ] = None,
+        depth: Annotated[
+            float,
+            Query(
+                ge=0,
+                le=1,
+                allow_inf_nan=False,
+                description="Share of the text before the value.",
+                examples=[0.1],
+            ),
+        ] = 0.1,
+        seed: Annotated[
+            int, Query(ge=0, lt=2**63, description="Chooses text and value.", examples=[0])
+        ] = 0,
+        model: Annotated[
+            str | None,
+            Query(
+                max_length=256,
+                description="A served name. Default: the first deployment.",
+                examples=["ropewalk-demo"],
+            ),
+        ] = None,
     ) -> NeedleAnswer:  # not async: it tokenises a long text
         longest = service.deployment(model).max_len
         return NeedleMaker(service.tokenizer, longest).make(

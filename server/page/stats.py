@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
+from pydantic import Field
 
 from ropewalk.server.api.strict_body import Body
 from ropewalk.server.metrics import ByContext, Metrics
@@ -33,67 +34,105 @@ _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 class LatencyCounts(Body):
     """One histogram of seconds for each context bucket, with cumulative counts."""
 
-    counts: list[list[int]]  # [context bucket][bound], as Prometheus' `le` counts them
-    sums: list[float]  # seconds in all, by context bucket
+    counts: list[list[int]] = Field(examples=[[[3, 5, 5]]])
+    """Counts by context bucket and bound, as Prometheus' `le` counts them."""
+    sums: list[float] = Field(examples=[[0.31]])
+    """Seconds in all, by context bucket."""
 
 
 class LatencyStats(LatencyCounts):
     """The histograms of all deployments together, and of each that has some observations."""
 
-    bounds: list[float]  # upper bounds in seconds; one more bucket without a bound follows
-    models: dict[str, LatencyCounts]  # by deployment
+    bounds: list[float] = Field(examples=[[0.1, 1.0]])
+    """Upper bounds in seconds. One more bucket without a bound follows."""
+    models: dict[str, LatencyCounts] = Field(
+        examples=[{"ropewalk-demo": {"counts": [[3, 5, 5]], "sums": [0.31]}}]
+    )
+    """The histograms by deployment."""
 
 
 class RequestStats(Body):
     """The requests that ended with one scaling for one reason."""
 
-    model_name: str
-    rope_type: str
-    factor: str
-    finish_reason: str
-    count: int
+    model_name: str = Field(examples=["ropewalk-demo"])
+    """The served name."""
+    rope_type: str = Field(examples=["yarn"])
+    """The method, and a position method behind a `+`."""
+    factor: str = Field(examples=["2"])
+    """The factor of the tier."""
+    finish_reason: str = Field(examples=["stop"])
+    """The reason of the end."""
+    count: int = Field(examples=[12])
+    """Number of the requests."""
 
 
 class DiskStats(Body):
     """The tier of pages on disk."""
 
-    pages_read: int
-    pages_written: int
-    pages_dropped: int
-    pages_evicted: int
-    tokens_read: int
-    bad_files: int
-    bytes: int
+    pages_read: int = Field(examples=[120])
+    """Pages that were read."""
+    pages_written: int = Field(examples=[300])
+    """Pages that were written."""
+    pages_dropped: int = Field(examples=[0])
+    """Pages that were not written, because the disk was too slow."""
+    pages_evicted: int = Field(examples=[10])
+    """Pages that were deleted for others."""
+    tokens_read: int = Field(examples=[7680])
+    """Tokens of prompts that were read instead of computed."""
+    bad_files: int = Field(examples=[0])
+    """Files that could not be used."""
+    bytes: int = Field(examples=[33554432])
+    """Bytes of the folder or of the store."""
     paused: bool
+    """Whether the tier is paused after an error."""
 
 
 class OffloadStats(Body):
     """The pages in the host memory of a GPU."""
 
-    pages_read: int
-    pages_evicted: int
-    bytes: int
+    pages_read: int = Field(examples=[120])
+    """Pages that were copied back."""
+    pages_evicted: int = Field(examples=[10])
+    """Pages that made room for others."""
+    bytes: int = Field(examples=[33554432])
+    """Bytes of the memory in use."""
 
 
 class Stats(Body):
     """The answer of /stats."""
 
-    start_time_seconds: float  # Unix time from which all counts grow; differs after a restart
-    context_bounds: list[int]  # upper bounds in tokens; one more bucket without a bound follows
+    start_time_seconds: float = Field(examples=[1764288000.25])
+    """Unix time from which all counts grow. It differs after a restart."""
+    context_bounds: list[int] = Field(examples=[[256, 512]])
+    """Upper bounds of the context buckets in tokens. One more bucket without a bound follows."""
     time_to_first_token_seconds: LatencyStats
+    """Times to the first token."""
     inter_token_latency_seconds: LatencyStats
-    prompt_tokens: int
-    prompt_tokens_cached: int
-    generated_tokens: int
-    preemptions: int
-    requests_running: int
-    requests_waiting: int
-    kv_cache_usage_ratio: float
-    kv_cache_tokens: int
-    kv_cache_bytes: int  # pages and all beside them
-    kv_disk: DiskStats | None  # None: there is no tier on disk
-    kv_offload: OffloadStats | None  # None: no pages are in host memory
-    requests: list[RequestStats]  # without those that count zero
+    """Times between tokens."""
+    prompt_tokens: int = Field(examples=[9000])
+    """Tokens of prompts."""
+    prompt_tokens_cached: int = Field(examples=[4096])
+    """Tokens of prompts that were found in the prefix cache."""
+    generated_tokens: int = Field(examples=[12000])
+    """Tokens of answers."""
+    preemptions: int = Field(examples=[0])
+    """Requests that gave their pages up and were computed again."""
+    requests_running: int = Field(examples=[2])
+    """Requests that run now."""
+    requests_waiting: int = Field(examples=[0])
+    """Requests that wait now."""
+    kv_cache_usage_ratio: float = Field(examples=[0.25])
+    """Share of the cache that running requests hold."""
+    kv_cache_tokens: int = Field(examples=[16384])
+    """Tokens of the whole cache."""
+    kv_cache_bytes: int = Field(examples=[67108864])
+    """Bytes of the cache and of all that is beside its pages."""
+    kv_disk: DiskStats | None
+    """The tier on disk, or null if there is none."""
+    kv_offload: OffloadStats | None
+    """The pages in host memory, or null if there are none."""
+    requests: list[RequestStats]
+    """Requests that ended, without counts of zero."""
 
 
 def read_stats(metrics: Metrics) -> Stats:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import Route
 
 from ropewalk.server import errors
@@ -37,6 +37,7 @@ from ropewalk.server.middleware.http_metrics import HttpMetricsMiddleware
 from ropewalk.server.page.docs_page import HEADERS, address_of, render
 from ropewalk.server.page.page_files import page_files
 from ropewalk.server.page.playground import playground_router, stats_router
+from ropewalk.server.page.schema_words import PREFIX, add_examples
 from ropewalk.server.turns.chat import chat_router
 from ropewalk.server.turns.messages import AnthropicErrorsMiddleware, messages_router
 from ropewalk.server.turns.models import model_router
@@ -61,16 +62,25 @@ _ANSWERS = {
 class ErrorDetail(BaseModel):
     """An error. Some kinds add numbers to these fields."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    message: str = Field(examples=["`max_tokens` must be at least 0. Given: -1"])
+    """What is wrong, with field, limit and value."""
+    type: str = Field(examples=["invalid_request_error"])
+    """The kind of the error."""
+    param: str | None = Field(examples=["max_tokens"])
+    """The first field that is wrong, or null."""
+    code: str | None = Field(examples=[None])
+    """A word for programs (docs/api.md#errors), or null."""
 
 
 class ErrorBody(BaseModel):
     """OpenAI's envelope."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     error: ErrorDetail
+    """The error."""
 
 
 def describe(app: FastAPI, open_paths: Collection[str] | None) -> None:
@@ -85,12 +95,9 @@ def describe(app: FastAPI, open_paths: Collection[str] | None) -> None:
             schemas = found["components"]["schemas"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            schemas["ErrorDetail"] = ErrorDetail.model_json_schema()
-            schemas["ErrorBody"] = {
-                "type": "object",
-                "properties": {"error": {"$ref": "#/components/schemas/ErrorDetail"}},
-                "required": ["error"],
-            }
+            envelope = ErrorBody.model_json_schema(ref_template=f"{PREFIX}{{model}}")
+            schemas |= {**envelope.pop("$defs"), "ErrorBody": envelope}
+            add_examples(schemas)
             for path, methods in found["paths"].items():
                 needs_key = open_paths is not None and path not in open_paths
                 for operation in methods.values():
@@ -105,7 +112,7 @@ def _tell_errors(operation: dict[str, Any], path: str, needs_key: bool) -> None:
     """Add the errors that a route can answer to its responses."""
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own, which this server never sends
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    content = {"application/json": {"schema": {"$ref": f"{PREFIX}ErrorBody"}}}
     statuses = sorted(_statuses(operation, path, needs_key))
     responses |= {each: {"description": _ANSWERS[each], "content": content} for each in statuses}
 

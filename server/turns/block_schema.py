@@ -8,8 +8,8 @@ from pydantic import Discriminator, Field, Tag
 from ropewalk.server.api.strict_body import Body, FirstMistakes
 from ropewalk.server.turns.tool_schema import CacheControl, call_for_template
 
-ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Id = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$", examples=["get_weather"])]
+Id = Annotated[str, Field(min_length=1, max_length=256, examples=["toolu_1"])]
 
 
 class TextBlock(Body):
@@ -18,7 +18,9 @@ class TextBlock(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": (None, [])}
 
     type: Literal["text"]
-    text: str
+    """The type of the block."""
+    text: str = Field(examples=["Tell me a story."])
+    """The text."""
     cache_control: CacheControl = None
     citations: list[Any] | None = None
 
@@ -27,8 +29,11 @@ class ThinkingBlock(Body):
     """The reasoning of an earlier answer."""
 
     type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None  # not checked: answers have an empty one
+    """The type of the block."""
+    thinking: str = Field(examples=["They ask for a story."])
+    """The reasoning."""
+    signature: str | None = Field(None, examples=[""])
+    """Not checked: answers have an empty one."""
 
 
 class ToolUseBlock(Body):
@@ -40,9 +45,13 @@ class ToolUseBlock(Body):
     }
 
     type: Literal["tool_use"]
+    """The type of the block."""
     id: Id
+    """The id, which its result names."""
     name: ToolName
-    input: dict[str, Any]
+    """The name of the tool."""
+    input: dict[str, Any] = Field(examples=[{"city": "Rome"}])
+    """The arguments."""
     cache_control: CacheControl = None
     caller: dict[str, Any] | None = None
     toolset_name: str | None = None
@@ -57,9 +66,13 @@ class ToolResultBlock(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"toolset_name": (None,)}
 
     type: Literal["tool_result"]
+    """The type of the block."""
     tool_use_id: Id
-    content: str | TextBlocks | None = None
+    """The call of an earlier message whose result this is."""
+    content: str | TextBlocks | None = Field(None, examples=["sunny"])
+    """The result, as a text or as blocks of text."""
     is_error: bool | None = None
+    """With true, the text of the result begins with `Error: `. Default: false."""
     cache_control: CacheControl = None
     toolset_name: str | None = None
 
@@ -98,11 +111,16 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class BlockMessage(Body):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True), FirstMistakes]
+    """Who speaks."""
+    content: str | Annotated[list[Block], Field(fail_fast=True), FirstMistakes] = Field(
+        examples=["Tell me a story."]
+    )
+    """A text, or blocks `text`, `thinking`, `tool_use` and `tool_result`. Images, documents and
+    blocks of Anthropic's own tools get 400."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the first block that this role has not."""
@@ -126,7 +144,7 @@ def text_of(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+def problems_of_results(messages: Sequence[BlockMessage]) -> Iterator[tuple[str, str]]:
     """Yield the first result of a call that no message before it has."""
     known: set[str] = set()
     for index, message in enumerate(messages):
@@ -140,7 +158,7 @@ def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]
 
 
 def messages_for_template(
-    system: str | Sequence[TextBlock] | None, messages: Sequence[Message]
+    system: str | Sequence[TextBlock] | None, messages: Sequence[BlockMessage]
 ) -> list[dict[str, Any]]:
     """Return the conversation in the shape that chat templates read."""
     found: list[dict[str, Any]] = []
@@ -154,7 +172,7 @@ def messages_for_template(
     return found
 
 
-def _given(message: Message) -> Iterator[dict[str, Any]]:
+def _given(message: BlockMessage) -> Iterator[dict[str, Any]]:
     """Yield the texts between results as messages of their own, in the order of the blocks."""
     texts: list[TextBlock] = []
     for block in message.blocks:

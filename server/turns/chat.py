@@ -14,32 +14,27 @@ from ropewalk.server.api.generation_response import (
     name_request,
     respond,
 )
-from ropewalk.server.api.generation_schema import (
-    CompletionTokensDetails,
-    Usage,
-)
 from ropewalk.server.api.output_queue import Submission
+from ropewalk.server.api.parts.logprobs import ChatLogprobs, TokenLogprobs, TopLogprob
+from ropewalk.server.api.parts.usage import CompletionTokensDetails, Usage
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.structured_schema import ChatLogprobs, TokenLogprobs, TopLogprob
 from ropewalk.server.middleware.json_body import JsonBodyRoute
-from ropewalk.server.turns.chat_schema import (
+from ropewalk.server.turns.answers.chat_answer import (
+    AnswerCall,
+    AnswerFunction,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
-    ChatRequest,
     ChatResponse,
     ChunkChoice,
     Delta,
-)
-from ropewalk.server.turns.chat_turn import ChatTurn, prepare
-from ropewalk.server.turns.part_answer import Part, PartAnswer
-from ropewalk.server.turns.tool_schema import (
-    AnswerCall,
-    AnswerFunction,
     DeltaCall,
     DeltaFunction,
-    call_choice,
 )
+from ropewalk.server.turns.chat_schema import ChatRequest
+from ropewalk.server.turns.chat_turn import ChatTurn, prepare
+from ropewalk.server.turns.part_answer import Part, PartAnswer
+from ropewalk.server.turns.tool_schema import call_choice
 
 
 def chat_router(service: Service) -> APIRouter:

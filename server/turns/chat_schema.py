@@ -8,27 +8,21 @@ from pydantic import ConfigDict, Field, model_validator
 from ropewalk.server.api.generation_schema import (
     NEUTRAL,
     GenerationRequest,
-    PromptProgressAnswer,
-    Usage,
 )
-from ropewalk.server.api.rope_schema import INT64, RopeAnswer, TimingsAnswer
+from ropewalk.server.api.rope_schema import INT64
 from ropewalk.server.api.strict_body import (
     Body,
+    Few,
     FirstMistakes,
-    few,
     given,
-    is_none,
     only_type,
     other_kind,
 )
-from ropewalk.server.api.structured_schema import ChatLogprobs, PromptLogprobs
 from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
-    AnswerCall,
     CacheControl,
     CallField,
-    DeltaCall,
     ToolChoiceField,
     ToolField,
     problems_of_choice,
@@ -45,7 +39,9 @@ class TextPart(Body):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    """The type of the part."""
+    text: str = Field(examples=["Tell me a story."])
+    """The text."""
     cache_control: CacheControl = None
 
     @model_validator(mode="before")
@@ -58,7 +54,11 @@ class Prediction(Body):
     """OpenAI's `prediction`: text that the answer probably contains. It changes the speed only."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes]
+    """The type of the prediction."""
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes] = (
+        Field(examples=["There was a rope."])
+    )
+    """The text, or parts of it. It may have as many characters as a prompt."""
 
     @property
     def text(self) -> str:
@@ -81,21 +81,29 @@ class Message(Body):
     }
 
     role: Role
+    """Who speaks. `developer` is the same as `system`."""
     content: (
         str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes] | None
-    ) = None
-    name: str | None = Field(None, max_length=256)
+    ) = Field(None, examples=["Tell me a story."])
+    """The text, or parts of it, which the server joins with line breaks. An assistant's message
+    with calls or reasoning may have null."""
+    name: str | None = Field(None, max_length=256, examples=["anna"])
+    """A name, which has no effect unless the chat template reads it."""
     tool_calls: Annotated[list[CallField], Field(max_length=MAX_TOOLS), FirstMistakes] | None = None
-    tool_call_id: str | None = Field(None, min_length=1, max_length=256)
-    # Two names of the same text, which clients read and send back.
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    # In an assistant's message that the client sends back unchanged.
+    """Of an assistant: the calls of an earlier answer. `arguments` must be a JSON object as text,
+    with each name once, without NaN, and nested at most 64 deep. An empty text, or one of
+    whitespace, is an empty object."""
+    tool_call_id: str | None = Field(None, min_length=1, max_length=256, examples=["aB3dE5fG7"])
+    """Of the role `tool`: the call whose result this is."""
+    reasoning_content: str | None = Field(None, examples=["They ask for a story."])
+    """Of an assistant: the reasoning of an earlier answer."""
+    reasoning: str | None = Field(None, examples=["They ask for a story."])
+    """The same as `reasoning_content`. Two different texts get 400."""
+    cache_control: CacheControl = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
-    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
@@ -155,16 +163,8 @@ Messages = Annotated[
 ]
 Tools = Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
 Documents = Annotated[
-    list[dict[str, Any]],
-    Field(
-        max_length=_MAX_DOCUMENTS,
-        fail_fast=True,
-        description="Documents for the chat template, which must read them (vLLM's field).",
-        examples=[[{"title": "Opening hours", "text": "Open from 9 to 5."}]],
-    ),
-    FirstMistakes,
+    list[dict[str, Any]], Field(max_length=_MAX_DOCUMENTS, fail_fast=True), FirstMistakes
 ]
-TemplateVariables = Annotated[dict[str, bool | int | float | str | None], few(16)]
 
 
 def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
@@ -202,7 +202,47 @@ def problems_of_opening(
         yield "continue_final_message", "needs a last message without `tool_calls`"
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(Body):
+    """The field of every body that a chat template renders."""
+
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str | None], Few(16)] | None = (
+        Field(None, examples=[{"enable_thinking": False}])
+    )
+    """Variables of the chat template. The operator must allow them
+    (`allowed_chat_template_kwargs`), and the template must read them. Other variables get 400.
+    Null, and false for `enable_thinking` or `thinking`, pass if the template does not read the
+    variable."""
+
+
+class TurnFields(TemplateFields):
+    """The fields beside `messages` that change the prompt of a chat."""
+
+    tools: Tools | None = None
+    """Functions that the model may call (docs/tools.md)."""
+    tool_choice: ToolChoiceField | None = Field(None, examples=["auto"])
+    """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
+    add_generation_prompt: bool | None = None
+    """The prompt ends with the header of the assistant's turn (vLLM's field). Default: true."""
+    continue_final_message: bool | None = None
+    """The prompt ends inside the last message, which must be the assistant's (vLLM's field).
+    Default: false."""
+    documents: Documents | None = Field(
+        None, examples=[[{"title": "Opening hours", "text": "Open from 9 to 5."}]]
+    )
+    """Documents for the chat template, for example with `title` and `text` (vLLM's field). If the
+    template does not read them, the response is 400."""
+
+    @property
+    def opens_answer(self) -> bool:
+        """Return whether the prompt ends with the head of an assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class ChatRequest(GenerationRequest, TurnFields):
     """POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
@@ -225,21 +265,26 @@ class ChatRequest(GenerationRequest):
     }
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, le=INT64)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
+    """The conversation, whose fields are below."""
+    max_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
+    """The most tokens of an answer. Default: up to the longest context (docs/rope.md)."""
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
+    """Another name of `max_tokens`. If a request has both, they must be equal."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    """Reports the logprobs of the answer's tokens. Default: false."""
+    top_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[3])
+    """Number of alternatives per token, at most `max_logprobs` (20). Needs `logprobs`. Default:
+    0."""
     add_special_tokens: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    documents: Documents | None = None
-    modalities: list[str] | None = None
+    """Adds the special tokens in front of the prompt (vLLM's field). A prompt that begins with them
+    has them once all the same. Default: false, because chat templates write their own."""
     prediction: Prediction | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoiceField | None = None
+    """Text that the answer probably contains. It changes the speed, and on a CPU no answer. Without
+    drafts it has no effect, and the usage counts none (docs/speculation.md)."""
     parallel_tool_calls: bool | None = None
+    """With false, an answer has one call at most. Otherwise it has at most
+    `max_parallel_tool_calls` (8). Default: true."""
+    modalities: list[str] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     echo: bool | None = None
@@ -263,13 +308,6 @@ class ChatRequest(GenerationRequest):
             yield ("ignore_eos", "cannot be true together with `tools`")
 
     @property
-    def opens_answer(self) -> bool:
-        """Return whether the prompt ends with the head of an assistant's turn."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
-
-    @property
     def asked_max_tokens(self) -> int | None:
         """Return the limit under either of OpenAI's names; None: to the end of the tier."""
         if self.max_completion_tokens is not None:
@@ -283,74 +321,3 @@ class ChatRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class AnswerMessage(Body):
-    """The model's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = Field(None, exclude_if=is_none)
-    reasoning: str | None = Field(None, exclude_if=is_none)
-    tool_calls: list[AnswerCall] | None = Field(None, exclude_if=is_none)
-
-
-class Delta(Body):
-    """A piece of it."""
-
-    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first one only
-    content: str | None = Field(None, exclude_if=is_none)
-    reasoning_content: str | None = Field(None, exclude_if=is_none)
-    reasoning: str | None = Field(None, exclude_if=is_none)
-    tool_calls: list[DeltaCall] | None = Field(None, exclude_if=is_none)
-
-
-class ChatChoice(Body):
-    """One answer."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    rope: RopeAnswer
-    token_ids: list[int] | None = Field(None, exclude_if=is_none)
-
-
-class ChunkChoice(Body):
-    """One piece of an answer."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    rope: RopeAnswer
-    token_ids: list[int] | None = Field(None, exclude_if=is_none)
-
-
-class ChatResponse(Body):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
-    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
-    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
-
-
-class ChatChunk(Body):
-    """Each event of its stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
-    prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)
-    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)  # in the first event

@@ -16,7 +16,7 @@ from ropewalk.server.turns.tool_schema import (
 )
 
 _MAX_ITEMS = 4096
-Id = Annotated[str, Field(min_length=1, max_length=256)]
+Id = Annotated[str, Field(min_length=1, max_length=256, examples=["call_1"])]
 Status = Literal["in_progress", "completed", "incomplete"]
 # Fields of calls, which other servers set for tools of theirs.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -30,11 +30,15 @@ class ContentPart(Body):
     """A part of a message, or of a call's result."""
 
     type: Literal["input_text", "output_text"]
-    text: str
-    # Fields of an answer that is sent back, or hints.
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
+    """The type of the part."""
+    text: str = Field(examples=["Tell me a story."])
+    """The text."""
+    annotations: list[Any] | None = Field(None, examples=[[]])
+    """Of an answer that is sent back: without effect."""
+    logprobs: list[Any] | None = Field(None, examples=[[]])
+    """Of an answer that is sent back: without effect."""
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, examples=[{"ttl": "1h"}])
+    """A hint without effect. Every prefix is cached."""
 
     @model_validator(mode="before")
     @classmethod
@@ -53,11 +57,17 @@ class MessageItem(Body):
     """A message."""
 
     type: Literal["message"] | None = "message"
+    """The type of the item, which may be left out."""
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    id: Id | None = None
+    """Who speaks. `developer` is the same as `system`."""
+    content: Content = Field(examples=["Tell me a story."])
+    """A text, or parts of it, which are joined with line breaks."""
+    id: Id | None = Field(None, examples=["msg_1"])
+    """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # a hint
+    """Of an answer that is sent back: without effect."""
+    phase: Literal["commentary", "final_answer"] | None = None
+    """A hint without effect."""
 
 
 class CallItem(Body):
@@ -66,11 +76,18 @@ class CallItem(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
     type: Literal["function_call"]
+    """The type of the item."""
     call_id: Id
+    """The id, which its result names."""
     name: FunctionName
-    arguments: str
-    id: Id | None = None
+    """The name of the function."""
+    arguments: str = Field(examples=['{"city": "Rome"}'])
+    """A JSON object as text, with each name once, without NaN, and nested at most 64 deep. No text,
+    or whitespace, is an empty object."""
+    id: Id | None = Field(None, examples=["msg_1"])
+    """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
+    """Of an answer that is sent back: without effect."""
     caller: dict[str, Any] | None = None
     namespace: str | None = None
     async_: bool | None = Field(None, alias="async")
@@ -85,11 +102,17 @@ class ResultItem(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
     type: Literal["function_call_output"]
+    """The type of the item."""
     call_id: Id
-    output: Content
-    id: Id | None = None
+    """The call of an earlier item whose result this is."""
+    output: Content = Field(examples=["sunny"])
+    """The result: a text, or parts of it."""
+    id: Id | None = Field(None, examples=["msg_1"])
+    """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    name: str | None = None  # a hint: the call has it
+    """Of an answer that is sent back: without effect."""
+    name: str | None = Field(None, examples=["get_weather"])
+    """A hint without effect, because the call has the name."""
     caller: dict[str, Any] | None = None
     namespace: str | None = None
     async_: bool | None = Field(None, alias="async")
@@ -99,25 +122,35 @@ class SummaryText(Body):
     """A part of a reasoning item's summary."""
 
     type: Literal["summary_text"]
-    text: str
+    """The type of the part."""
+    text: str = Field(examples=["They ask for a story."])
+    """The text."""
 
 
 class ReasoningText(Body):
     """A part of a reasoning item's content."""
 
     type: Literal["reasoning_text"]
-    text: str
+    """The type of the part."""
+    text: str = Field(examples=["They ask for a story."])
+    """The text."""
 
 
 class ReasoningItem(Body):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    id: Id | None = None
+    """The type of the item."""
     summary: list[SummaryText] | None = None
+    """The reasoning in short, which is read if there is no `content`."""
     content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None  # of another server; it cannot be read here
+    """The reasoning, whose parts are joined with line breaks."""
+    encrypted_content: str | None = Field(None, examples=[None])
+    """The reasoning of another server, which cannot be read and changes nothing."""
+    id: Id | None = Field(None, examples=["msg_1"])
+    """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
+    """Of an answer that is sent back: without effect."""
 
     @property
     def text(self) -> str:

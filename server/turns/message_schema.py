@@ -5,21 +5,25 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from ropewalk.server.api.generation_schema import StopString, TimeLimit
-from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
+from ropewalk.server.api.generation_schema import StopString
+from ropewalk.server.api.parts.request_fields import ModelField, RequestFields
+from ropewalk.server.api.rope_schema import INT64, RopeAnswer
 from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.api.structured_schema import SCHEMA_EXAMPLE
 from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.block_schema import (
-    Message,
+    BlockMessage,
     TextBlocks,
     ToolName,
     ToolUseBlock,
     problems_of_results,
 )
-from ropewalk.server.turns.chat_schema import TemplateVariables
+from ropewalk.server.turns.chat_schema import TemplateFields
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
+    PARAMETERS_EXAMPLE,
     CacheControl,
     SkippedTool,
     problems_of_names,
@@ -40,13 +44,21 @@ class ClientTool(Body):
     }
 
     name: ToolName
-    input_schema: dict[str, Any]
+    """The name of the tool."""
+    input_schema: dict[str, Any] = Field(examples=[PARAMETERS_EXAMPLE])
+    """A JSON schema of an object, which the tool's input satisfies."""
     type: Literal["custom"] | None = None
-    description: str | None = Field(None, max_length=65_536)
+    """The type of the tool."""
+    description: str | None = Field(None, max_length=65_536, examples=["The weather of a city."])
+    """What the tool does, for the model."""
     strict: bool | None = None
+    """With true, a keyword that cannot be kept is refused. With false, the input may be any object.
+    Default: it satisfies the schema as far as a grammar keeps it (docs/tools.md)."""
     cache_control: CacheControl = None
-    eager_input_streaming: bool | None = None  # a hint
-    input_examples: list[dict[str, Any]] | None = None  # a hint
+    eager_input_streaming: bool | None = None
+    """A hint without effect."""
+    input_examples: list[dict[str, Any]] | None = Field(None, examples=[[{"city": "Rome"}]])
+    """A hint without effect."""
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
 
@@ -58,7 +70,12 @@ class ClientTool(Body):
 class ServerTool(SkippedTool):
     """A tool that Anthropic's servers run."""
 
-    type: str = Field(max_length=64, json_schema_extra={"not": {"const": "custom"}})
+    type: str = Field(
+        max_length=64,
+        json_schema_extra={"not": {"const": "custom"}},
+        examples=["web_search_20250305"],
+    )
+    """The type. Such tools are skipped, and the answer names their types in `skipped_tools`."""
 
 
 def _kind_of_tool(value: Any) -> str:
@@ -73,12 +90,16 @@ ToolField = Annotated[
 ]
 
 
-class ToolChoice(Body):
+class MessagesToolChoice(Body):
     """Anthropic's `tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: ToolName | None = None
+    """`auto` allows text and calls, `any` calls only, `tool` one call of `name`, and `none` no
+    calls."""
+    name: ToolName | None = Field(None, examples=["get_weather"])
+    """Of the type `tool`: the name of one of `tools`."""
     disable_parallel_tool_use: bool | None = None
+    """With true, an answer has one call at most. Default: false."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if (self.name is not None) != (self.type == "tool"):
@@ -90,25 +111,34 @@ class Thinking(Body):
     """Anthropic's `thinking`, which turns reasoning on or off. The budget is a hint."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=1, le=INT64)
+    """`disabled` is the effort `none` (docs/tools.md#reasoning). Others are the effort of
+    `output_config`, or `medium`."""
+    budget_tokens: int | None = Field(None, ge=1, le=INT64, examples=[1024])
+    """A hint without effect."""
     display: Literal["summarized", "omitted"] | None = None
+    """A hint without effect."""
 
 
 class JsonFormat(Body):
     """A schema that the text has to satisfy."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    """The type of the format."""
+    schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
+    """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
+    `max_schema_bytes` (65536)."""
 
 
 class OutputConfig(Body):
     """Anthropic's `output_config`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
     format: JsonFormat | None = None
+    """A schema that the text satisfies. Default: any text."""
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(ModelField, TemplateFields):
     """POST /v1/messages/count_tokens: the fields that are written into the prompt."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -117,21 +147,29 @@ class CountTokensRequest(Body):
     }
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
+        list[BlockMessage],
+        Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True),
+        FirstMistakes,
     ]
-    model: str | None = Field(None, max_length=256)
-    system: str | TextBlocks | None = None
+    """The conversation. If the last message is the assistant's and has no call, then the answer
+    goes on from it."""
+    system: str | TextBlocks | None = Field(None, examples=["Answer in one sentence."])
+    """A system message, as a text or as blocks of text."""
     tools: (
         Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
         | None
     ) = None
-    tool_choice: ToolChoice | None = None
+    """Tools that the model may call (docs/tools.md). Tools with another `type` than `custom` are
+    skipped. The answer names their types in `skipped_tools`."""
+    tool_choice: MessagesToolChoice | None = None
+    """Whether the answer is text, calls, or either. Default: `auto`."""
     thinking: Thinking | None = None
+    """Whether the model reasons. Default: the template's own."""
     output_config: OutputConfig | None = None
+    """The effort of the reasoning, and the format of the text."""
     cache_control: CacheControl = None
     speed: str | None = None
     context_management: dict[str, Any] | None = None
-    chat_template_kwargs: TemplateVariables | None = None  # our own
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a field and its problem for each conflict."""
@@ -177,10 +215,11 @@ class CountTokensRequest(Body):
 class Metadata(Body):
     """A hint."""
 
-    user_id: str | None = Field(None, max_length=2048)
+    user_id: str | None = Field(None, max_length=2048, examples=["user-1"])
+    """A hint without effect."""
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, RequestFields):
     """POST /v1/messages."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -188,7 +227,9 @@ class MessagesRequest(CountTokensRequest):
         "service_tier": (None, "auto", "standard_only"),
     }
 
-    max_tokens: int = Field(ge=1, le=INT64)
+    max_tokens: int = Field(ge=1, le=INT64, examples=[100])
+    """The limit of reasoning, text and calls together. If the context has less room, then the
+    answer ends there, with `model_context_window_exceeded`."""
     stop_sequences: (
         Annotated[
             list[StopString],
@@ -196,52 +237,70 @@ class MessagesRequest(CountTokensRequest):
             FirstMistakes,
         ]
         | None
-    ) = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT64)
-    stream: bool | None = None
+    ) = Field(None, examples=[["\n\n"]])
+    """The text ends before the string. At most `max_stop_strings` (64) of at most `max_stop_chars`
+    (256) characters each."""
+    top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds, examples=[40])
+    """Keeps this many of the most likely tokens. 0 and -1 turn it off. Default: that of the model's
+    `generation_config`, or off."""
     metadata: Metadata | None = None
+    """A hint without effect."""
     service_tier: str | None = None
-    # Our own.
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
-    cache_salt: str | None = Field(None, max_length=128)
-    max_time: TimeLimit = None
-    rope: RopeField | None = None
 
 
 class TokenCount(Body):
     """The answer of /v1/messages/count_tokens."""
 
-    input_tokens: int
+    input_tokens: int = Field(examples=[80])
+    """Tokens of the prompt."""
 
 
 class ThinkingTokens(Body):
     """The parts of the answer."""
 
-    thinking_tokens: int
+    thinking_tokens: int = Field(examples=[0])
+    """Tokens of the reasoning."""
 
 
 class MessageUsage(Body):
     """Token counts."""
 
-    input_tokens: int  # not read from the prefix cache
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: Literal[0] = 0  # not counted
-    output_tokens: int
+    input_tokens: int = Field(examples=[16])
+    """Tokens of the prompt that were not found in the prefix cache."""
+    cache_read_input_tokens: int = Field(examples=[64])
+    """Tokens of the prompt that were found in the prefix cache."""
+    cache_creation_input_tokens: Literal[0] = 0
+    """Always 0, because the server does not count them."""
+    output_tokens: int = Field(examples=[160])
+    """Generated tokens, end tokens included."""
     output_tokens_details: ThinkingTokens
+    """Parts of the answer."""
 
 
 class MessageBody(Body):
     """The answer of /v1/messages. Blocks are objects of Anthropic's shapes."""
 
-    id: str
+    id: str = Field(examples=["msg_4f2a90c1d3b74f2a90c1d3b74f2a90c1"])
+    """The id of the answer."""
     type: Literal["message"] = "message"
+    """The kind of the object."""
     role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
+    """The model."""
+    model: str = Field(examples=["ropewalk-demo"])
+    """The served name."""
+    content: list[dict[str, Any]] = Field(examples=[[{"type": "text", "text": "A rope."}]])
+    """The blocks `thinking` (with an empty `signature`), `text` and `tool_use`. The `input` of a
+    call that `max_tokens` cuts has the values that are whole."""
+    stop_reason: str | None = Field(None, examples=["end_turn"])
+    """`end_turn`, `max_tokens`, `stop_sequence`, `tool_use` or `model_context_window_exceeded`, or
+    null while the answer goes on."""
+    stop_sequence: str | None = Field(None, examples=[None])
+    """The stop string that ended the answer, or null."""
     usage: MessageUsage
-    skipped_tools: list[str] | None = Field(None, exclude_if=is_none)  # types of tools not served
-    rope: RopeAnswer | None = Field(None, exclude_if=is_none)  # at the end
+    """The counts of tokens."""
+    skipped_tools: list[str] | None = Field(
+        None, exclude_if=is_none, examples=[["web_search_20250305"]]
+    )
+    """Types of the request's tools that are not served. Absent if there are none."""
+    rope: RopeAnswer | None = Field(None, exclude_if=is_none)
+    """The scaling that was applied, at the end."""

@@ -31,10 +31,10 @@ from ropewalk.server.turns.message_schema import (
     CountTokensRequest,
     MessageBody,
     MessagesRequest,
+    MessagesToolChoice,
     MessageUsage,
     ThinkingTokens,
     TokenCount,
-    ToolChoice,
 )
 from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.tool_schema import CallChoice, ChoiceMode
@@ -272,7 +272,7 @@ def _turn(body: CountTokensRequest) -> ChatTurn:
     )
 
 
-def _choice(choice: ToolChoice | None) -> CallChoice:
+def _choice(choice: MessagesToolChoice | None) -> CallChoice:
     """Return the choice of a turn for a `tool_choice`."""
     if choice is None:
         return CallChoice()

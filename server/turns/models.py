@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Path, Response
 from pydantic import ConfigDict, Field
 from pydantic_core import to_json
 
@@ -12,88 +12,29 @@ from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import TokenId
 from ropewalk.server.api.output_queue import json_bytes
+from ropewalk.server.api.parts.request_fields import ModelField
 from ropewalk.server.api.rope_schema import PositionsField
 from ropewalk.server.api.service import Service
-from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
+from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces
 from ropewalk.server.middleware.json_body import JsonBodyRoute
+from ropewalk.server.turns.answers.model_answer import (
+    CacheEntry,
+    Model,
+    ModelList,
+    ModelMeta,
+    ScalingEntry,
+    TierEntry,
+)
 from ropewalk.server.turns.chat_schema import (
-    Documents,
     Messages,
-    ReasoningEffort,
-    TemplateVariables,
-    Tools,
+    TurnFields,
     problems_of_opening,
     problems_of_results,
 )
 from ropewalk.server.turns.chat_turn import ChatTurn, prompt_ids, render
-from ropewalk.server.turns.tool_schema import ToolChoiceField, call_choice, problems_of_choice
+from ropewalk.server.turns.tool_schema import call_choice, problems_of_choice
 
 _PIECE = 65536  # tokens; writing them takes some 5 ms
-
-
-class TierEntry(Body):
-    """One tier of a deployment."""
-
-    max_len: int  # tokens
-    factor: float
-    rope_type: str
-    positions: PositionsField | None = Field(None, exclude_if=is_none)
-
-
-class ModelMeta(Body):
-    """Lengths under llama.cpp's names, which agents read."""
-
-    n_ctx: int  # the longest context
-    n_ctx_train: int  # the length that the checkpoint was trained for
-
-
-class ScalingEntry(Body):
-    """The scaling of a deployment, and how its model writes calls."""
-
-    original_max_position_embeddings: int
-    rope_type: str
-    policy: str
-    tiers: list[TierEntry]
-    allowed_rope_types: list[str]
-    # Position methods that a request may name.
-    allowed_positions: list[str] | None = Field(None, exclude_if=is_none)
-    max_rope_factor: float
-    aliases: list[str] | None = Field(None, exclude_if=is_none)  # other names of the deployment
-    kv_cache_dtype: str  # of the server's cache
-    tool_format: str | None  # None: requests with tools are refused
-    reasoning: str | None  # the marker that opens it; None: none is known
-
-
-class CacheEntry(Body):
-    """The server's cache, which all names share."""
-
-    tokens: int
-    bytes: dict[str, int]  # by part: pages, open, stage, states
-
-
-class Model(Body):
-    """One served name, or one of its aliases."""
-
-    id: str
-    root: str  # the served name
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["ropewalk"] = "ropewalk"
-    max_model_len: int
-    meta: ModelMeta
-    # Of its answers' bytes, for routers: docs/router.md#servers-that-differ
-    fingerprint: str | None = Field(None, exclude_if=is_none)
-    arithmetic: str | None = Field(None, exclude_if=is_none)
-    same_bits_in_any_batch: bool  # of an answer; false: within rounding, as on a GPU
-    ropewalk: ScalingEntry
-    kv_cache: CacheEntry  # which may differ between servers behind a router
-
-
-class ModelList(Body):
-    """GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
 
 
 _OF_MESSAGES = (
@@ -102,24 +43,19 @@ _OF_MESSAGES = (
 )
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ModelField, TurnFields):
     """POST /tokenize: a text, or the messages of a chat."""
 
     # One of two fields is required, which a list of required fields cannot say.
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "text"}]})
 
-    model: str | None = Field(None, max_length=256)
-    prompt: str | None = None
+    prompt: str | None = Field(None, examples=["Once upon a time"])
+    """A text. Needed without `messages`."""
     messages: Messages | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoiceField | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    documents: Documents | None = None
-    # Default: as the route does that generates: added to a prompt, not to messages.
+    """The messages of a chat, as in /v1/chat/completions. Needed without `prompt`."""
     add_special_tokens: bool | None = None
+    """Adds the special tokens in front. Default: true for a prompt and false for messages, as in
+    the routes that generate."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the field that is missing, or that belongs to the other kind."""
@@ -138,46 +74,53 @@ class TokenizeRequest(Body):
             self.messages, opens=self.add_generation_prompt, continues=self.continue_final_message
         )
 
-    @property
-    def opens_answer(self) -> bool:
-        """Return whether the prompt ends with the head of an assistant's turn."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
-
 
 class TokenizeResponse(Body):
     """How a text looks to the model."""
 
-    count: int
-    max_model_len: int
-    tokens: list[int]
+    count: int = Field(examples=[2])
+    """Number of the tokens."""
+    max_model_len: int = Field(examples=[2048])
+    """The longest context of the model, in tokens."""
+    tokens: list[int] = Field(examples=[[1, 50]])
+    """The ids of the tokens."""
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ModelField):
     """POST /detokenize."""
 
-    model: str | None = Field(None, max_length=256)
-    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes, InPieces]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes, InPieces] = Field(
+        examples=[[5, 6]]
+    )
+    """The ids of the tokens."""
     skip_special_tokens: bool | None = None
+    """Leaves special tokens out of the text. Default: false."""
 
 
 class DetokenizeResponse(Body):
     """Tokens as text."""
 
-    prompt: str
+    prompt: str = Field(examples=["Once upon a time"])
+    """The text."""
 
 
 class TokenizerInfo(Body):
     """GET /tokenizer_info: what evaluation harnesses ask for."""
 
-    tokenizer_class: str
-    vocab_size: int
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    unk_token: str | None
-    chat_template: str
+    tokenizer_class: str = Field(examples=["LlamaTokenizerFast"])
+    """The class of transformers."""
+    vocab_size: int = Field(examples=[2048])
+    """Number of the tokens that a request may name."""
+    bos_token: str | None = Field(examples=["<s>"])
+    """The token at the beginning of a text, or null."""
+    eos_token: str | None = Field(examples=["</s>"])
+    """The token at the end of a text, or null."""
+    pad_token: str | None = Field(examples=[None])
+    """The token that fills batches elsewhere, or null."""
+    unk_token: str | None = Field(examples=[None])
+    """The token of an unknown text, or null."""
+    chat_template: str = Field(examples=["{% for message in messages %}..."])
+    """The template of chats."""
 
 
 async def _in_json(write: Callable[..., bytes], *args: Any) -> Response:
@@ -264,7 +207,9 @@ def model_router(service: Service) -> APIRouter:
         return ModelList(data=[model_of(service.deployment(each), each) for each in names])
 
     @router.get("/v1/models/{name:path}")  # a hub id has a slash
-    async def model(name: str) -> Model:
+    async def model(
+        name: Annotated[str, Path(description="A served name, or one of its aliases.")],
+    ) -> Model:
         return model_of(service.deployment(name), name)
 
     @router.post("/tokenize", response_model=TokenizeResponse)

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/responses."""
+"""The body of POST /v1/responses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,18 +7,15 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from ropewalk.server.api.generation_schema import (
-    MetadataKey,
-    MetadataValue,
-    PromptCacheOptions,
-    TimeLimit,
-)
-from ropewalk.server.api.rope_schema import INT64, RopeAnswer, RopeField
-from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
-from ropewalk.server.turns.chat_schema import ReasoningEffort, TemplateVariables
+from ropewalk.server.api.parts.request_fields import HintFields, MetadataKey, RequestFields
+from ropewalk.server.api.rope_schema import INT64
+from ropewalk.server.api.strict_body import Body, Few, FirstMistakes, other_kind
+from ropewalk.server.api.structured_schema import SCHEMA_EXAMPLE
+from ropewalk.server.turns.chat_schema import ReasoningEffort, TemplateFields
 from ropewalk.server.turns.item_schema import Input, problems_of_results
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
+    PARAMETERS_EXAMPLE,
     ChoiceMode,
     FunctionName,
     SkippedTool,
@@ -38,13 +35,20 @@ class FunctionTool(Body):
     }
 
     type: Literal["function"]
+    """The type of the tool."""
     name: FunctionName
-    description: str | None = Field(None, max_length=16_384)
-    parameters: dict[str, Any] | None = None
+    """The name of the function."""
+    description: str | None = Field(None, max_length=16_384, examples=["The weather of a city."])
+    """What the function does, for the model."""
+    parameters: dict[str, Any] | None = Field(None, examples=[PARAMETERS_EXAMPLE])
+    """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
+    """With true, a keyword that cannot be kept is refused. With false, the arguments may be any
+    object. Default: they satisfy the schema as far as a grammar keeps it (docs/tools.md)."""
+    output_schema: dict[str, Any] | None = Field(None, examples=[{"type": "string"}])
+    """A hint without effect."""
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
-    output_schema: dict[str, Any] | None = None  # a hint
 
     def tool(self, index: int) -> Tool:
         given = (self.name, self.description, self.parameters, self.strict)
@@ -62,23 +66,31 @@ ToolItem = Annotated[
 ]
 
 
-class NamedFunction(Body):
+class ResponsesNamedFunction(Body):
     """A function that a choice names."""
 
     type: Literal["function"]
+    """The type of the tool."""
     name: FunctionName
+    """The name of one of `tools`."""
 
 
-class ToolChoice(Body):
+class ResponsesToolChoice(Body):
     """A `tool_choice` that is an object."""
 
     type: Literal["function", "allowed_tools"]
-    name: FunctionName | None = None
+    """Whether one function is named, or some of the tools are."""
+    name: FunctionName | None = Field(None, examples=["get_weather"])
+    """Of the type `function`: the answer is one call of it."""
     mode: Literal["auto", "required"] | None = None
+    """Of the type `allowed_tools`: `auto` allows text, too, and `required` calls only."""
     tools: (
-        Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), FirstMistakes]
+        Annotated[
+            list[ResponsesNamedFunction], Field(min_length=1, max_length=MAX_TOOLS), FirstMistakes
+        ]
         | None
     ) = None
+    """Of the type `allowed_tools`: the prompt has all tools, and calls are limited to these."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,8 +116,10 @@ class ToolChoice(Body):
 
 
 ToolChoiceField = Annotated[
-    Annotated[ChoiceMode, Tag("a-word")] | Annotated[ToolChoice, Tag("an-object")],
-    Discriminator(lambda value: "an-object" if isinstance(value, dict | ToolChoice) else "a-word"),
+    Annotated[ChoiceMode, Tag("a-word")] | Annotated[ResponsesToolChoice, Tag("an-object")],
+    Discriminator(
+        lambda value: "an-object" if isinstance(value, dict | ResponsesToolChoice) else "a-word"
+    ),
 ]
 
 
@@ -113,10 +127,17 @@ class TextFormat(Body):
     """The format of the answer's text; every schema is strict here."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, min_length=1, max_length=64)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """`text` is any text, `json_object` any JSON object, and `json_schema` JSON that satisfies
+    `schema`."""
+    name: str | None = Field(None, min_length=1, max_length=64, examples=["answer"])
+    """A name without effect."""
+    schema_: dict[str, Any] | None = Field(None, alias="schema", examples=[SCHEMA_EXAMPLE])
+    """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
+    `max_schema_bytes` (65536)."""
     strict: bool | None = None
-    description: str | None = Field(None, max_length=4096)
+    """Without effect: every schema is strict."""
+    description: str | None = Field(None, max_length=4096, examples=["A colour."])
+    """A description without effect."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if (self.schema_ is not None) != (self.type == "json_schema"):
@@ -132,7 +153,9 @@ class TextConfig(Body):
     """OpenAI's `text`."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # a hint that agents send unasked
+    """The format of the text. Default: any text."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A hint without effect."""
 
 
 class ReasoningConfig(Body):
@@ -141,9 +164,13 @@ class ReasoningConfig(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": (None, "standard")}
 
     effort: ReasoningEffort | None = None
+    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    """A hint without effect."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """A hint without effect."""
     context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """A hint without effect."""
     mode: str | None = None
 
 
@@ -168,7 +195,7 @@ Include = Literal[
 ]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(HintFields, TemplateFields, RequestFields):
     """POST /v1/responses."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -177,45 +204,50 @@ class ResponsesRequest(Body):
         "truncation": (None, "disabled"),
     }
 
-    input: Input
-    model: str | None = Field(None, max_length=256)
-    instructions: str | None = None
+    input: Input = Field(examples=["Tell me a story."])
+    """A text, or items: messages, `function_call`, `function_call_output` and `reasoning`. The
+    whole conversation is sent with each request."""
+    instructions: str | None = Field(None, examples=["Answer in one sentence."])
+    """A system message before the input. System messages at the start of the input are joined to
+    it."""
     tools: (
         Annotated[list[ToolItem], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes] | None
     ) = None
-    tool_choice: ToolChoiceField | None = None
+    """Functions that the model may call (docs/tools.md). Tools of other types are skipped. The
+    answer names their types in `skipped_tools`."""
+    tool_choice: ToolChoiceField | None = Field(None, examples=["auto"])
+    """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=INT64)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    """With false, an answer has one call at most. Otherwise it has at most
+    `max_parallel_tool_calls` (8). Default: true."""
+    max_output_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
+    """The limit of reasoning, text and calls together. Default: up to the longest context
+    (docs/rope.md)."""
     text: TextConfig | None = None
+    """The format of the answer's text. Default: any text."""
     reasoning: ReasoningConfig | None = None
-    stream: bool | None = None
+    """The effort of the reasoning."""
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
+    """A hint without effect. It has no logprobs."""
+    store: bool | None = None
+    """A hint without effect. Nothing is stored, and the answer says `"store": false`."""
+    client_metadata: Annotated[dict[MetadataKey, str], Few(64)] | None = Field(
+        None, examples=[{"run": "7"}]
+    )
+    """A hint without effect."""
+    max_tool_calls: int | None = Field(None, ge=1, le=INT64, examples=[8])
+    """A hint without effect: it bounds the calls of built-in tools."""
     stream_options: ObfuscationOptions | None = None
+    """Accepted without effect. Needs `stream`."""
     top_logprobs: int | None = None
     truncation: str | None = None
     service_tier: str | None = None
-    # Hints of OpenAI's clients, which change nothing here.
-    include: Annotated[list[Include], Field(max_length=16)] | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], few(16)] | None = None
-    client_metadata: Annotated[dict[MetadataKey, str], few(64)] | None = None
-    max_tool_calls: int | None = Field(None, ge=1, le=INT64)  # of built-in tools
-    user: str | None = Field(None, max_length=512)
-    prompt_cache_key: str | None = Field(None, max_length=1024)
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    safety_identifier: str | None = Field(None, max_length=512)
-    # Refused, with the reason.
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    # Our own.
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
-    cache_salt: str | None = Field(None, max_length=128)
-    max_time: TimeLimit = None
-    chat_template_kwargs: TemplateVariables | None = None
-    rope: RopeField | None = None
+    previous_response_id: str | None = Field(None, examples=[None])
+    """Refused, because the server stores no answers. Send the whole conversation in `input`."""
+    conversation: Any = Field(None, examples=[None])
+    """Refused, because the server stores no answers. Send the whole conversation in `input`."""
+    background: bool | None = Field(None, examples=[False])
+    """True is refused, because the server stores no answers. Use `stream`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a field and its problem for each conflict."""
@@ -228,7 +260,7 @@ class ResponsesRequest(Body):
             yield "stream_options", "needs `stream`: true"
         names = [tool.name for tool in self.functions]
         choice = self.tool_choice
-        chosen = sorted(choice.names) if isinstance(choice, ToolChoice) else ()
+        chosen = sorted(choice.names) if isinstance(choice, ResponsesToolChoice) else ()
         yield from problems_of_names(names, chosen)
         if choice == "required" and not names:
             yield "tool_choice", "of required needs `tools` of type function"
@@ -249,62 +281,3 @@ class ResponsesRequest(Body):
         if self.text is None or self.text.format is None:
             return None
         return self.text.format.schema_asked
-
-
-class InputTokensDetails(Body):
-    """The source of the input's keys and values."""
-
-    cached_tokens: int  # read from the prefix cache
-    cache_write_tokens: int = 0  # not counted
-
-
-class OutputTokensDetails(Body):
-    """The parts of the answer."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(Body):
-    """Token counts."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponseBody(Body):
-    """The answer of /v1/responses. Items are objects of OpenAI's shapes."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, Any] | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    background: Literal[False] = False
-    store: Literal[False] = False
-    reasoning: dict[str, Any]
-    temperature: float
-    top_p: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    skipped_tools: list[str] | None = Field(None, exclude_if=is_none)  # types of tools not served
-    top_logprobs: Literal[0] = 0
-    truncation: Literal["disabled"] = "disabled"
-    service_tier: Literal["default"] = "default"
-    metadata: dict[str, str]
-    prompt_cache_key: str | None
-    safety_identifier: str | None
-    user: str | None
-    usage: ResponseUsage | None = None
-    rope: RopeAnswer | None = None  # at the end

@@ -19,17 +19,19 @@ from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.errors import OUTPUT_NOT_READ, REQUEST_TIMEOUT
 from ropewalk.server.middleware.json_body import JsonBodyRoute
+from ropewalk.server.turns.answers.response_answer import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseBody,
+    ResponseUsage,
+)
 from ropewalk.server.turns.chat_turn import ChatTurn, prepare
 from ropewalk.server.turns.item_schema import messages_of
 from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.response_schema import (
     FunctionTool,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseBody,
     ResponsesRequest,
-    ResponseUsage,
-    ToolChoice,
+    ResponsesToolChoice,
 )
 from ropewalk.server.turns.tool_schema import CallChoice, ChoiceMode
 
@@ -248,9 +250,9 @@ def _turn(body: ResponsesRequest) -> ChatTurn:
     )
 
 
-def _choice(choice: ChoiceMode | ToolChoice | None) -> CallChoice:
+def _choice(choice: ChoiceMode | ResponsesToolChoice | None) -> CallChoice:
     """Return the choice of a turn for a `tool_choice`."""
-    if not isinstance(choice, ToolChoice):
+    if not isinstance(choice, ResponsesToolChoice):
         return CallChoice(choice or "auto")
     if choice.mode is not None:
         return CallChoice(choice.mode, choice.names)

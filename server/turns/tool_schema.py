@@ -13,7 +13,6 @@ from ropewalk.server.api.strict_body import (
     Body,
     FirstMistakes,
     given,
-    is_none,
     is_too_deep,
     only_type,
     other_kind,
@@ -45,7 +44,8 @@ CacheControl = Annotated[
     ),
 ]
 MAX_TOOLS = 128  # OpenAI's limit
-FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+PARAMETERS_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}}
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$", examples=["get_weather"])]
 
 
 def tool_of(
@@ -68,9 +68,14 @@ class FunctionField(Body):
     """OpenAI's `function` of a tool."""
 
     name: FunctionName
-    description: str | None = Field(None, max_length=16_384)
-    parameters: dict[str, Any] | None = None
+    """The name of the function."""
+    description: str | None = Field(None, max_length=16_384, examples=["The weather of a city."])
+    """What the function does, for the model."""
+    parameters: dict[str, Any] | None = Field(None, examples=[PARAMETERS_EXAMPLE])
+    """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
+    """With true, a keyword that cannot be kept is refused. With false, the arguments may be any
+    object. Default: they satisfy the schema as far as a grammar keeps it (docs/tools.md)."""
     cache_control: CacheControl = None
 
 
@@ -78,7 +83,9 @@ class ToolField(Body):
     """One entry of `tools`."""
 
     type: Literal["function"]
+    """The type of the tool."""
     function: FunctionField
+    """The function."""
     cache_control: CacheControl = None
 
     _refuse_other_types = model_validator(mode="before")(_function_only)
@@ -93,13 +100,16 @@ class NamedFunction(Body):
     """The function that a choice names."""
 
     name: FunctionName
+    """The name of one of `tools`."""
 
 
 class NamedTool(Body):
     """A tool that a choice names."""
 
     type: Literal["function"]
+    """The type of the tool."""
     function: NamedFunction
+    """The function."""
 
     _refuse_other_types = model_validator(mode="before")(_function_only)
 
@@ -108,17 +118,22 @@ class AllowedTools(Body):
     """OpenAI's `allowed_tools`: some of the tools, so that the prompt stays the same."""
 
     mode: Literal["auto", "required"]
+    """`auto` allows text, too, and `required` calls only."""
     tools: Annotated[
         list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), FirstMistakes
     ]
+    """The tools that may be called."""
 
 
 class ToolChoice(Body):
     """A `tool_choice` that is an object."""
 
     type: Literal["function", "allowed_tools"]
+    """Whether one function is named, or some of the tools are."""
     function: NamedFunction | None = None
+    """Of the type `function`: the answer is one call of it."""
     allowed_tools: AllowedTools | None = None
+    """Of the type `allowed_tools`: the prompt has all tools, and calls are limited to these."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,16 +210,23 @@ class CalledFunction(Body):
     """The function of a call that is sent back."""
 
     name: FunctionName
-    arguments: str
+    """The name of the function."""
+    arguments: str = Field(examples=['{"city": "Rome"}'])
+    """A JSON object as text, with each name once, without NaN, and nested at most 64 deep. No text,
+    or whitespace, is an empty object."""
 
 
 class CallField(Body):
     """A call of an assistant's message."""
 
-    id: str = Field(min_length=1, max_length=256)
+    id: str = Field(min_length=1, max_length=256, examples=["aB3dE5fG7"])
+    """The id, which its result names."""
     type: Literal["function"] | None = "function"
+    """The type of the tool."""
     function: CalledFunction
-    index: int | None = Field(None, ge=0)  # some clients send back the pieces of a stream
+    """The function and its arguments."""
+    index: int | None = Field(None, ge=0, examples=[0])
+    """Accepted without effect, because some clients send back the pieces of a stream."""
 
     _refuse_other_types = model_validator(mode="before")(_function_only)
 
@@ -252,40 +274,14 @@ def problems_of_choice(
         yield "tool_choice", "of required needs `tools`"
 
 
-class AnswerFunction(Body):
-    """The function of a call in an answer."""
-
-    name: str
-    arguments: str
-
-
-class AnswerCall(Body):
-    """A call in an answer."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: AnswerFunction
-
-
-class DeltaFunction(Body):
-    """The function of a call that begins or goes on."""
-
-    name: str | None = Field(None, exclude_if=is_none)  # in the first piece only
-    arguments: str
-
-
-class DeltaCall(Body):
-    """A piece of a call."""
-
-    index: int
-    id: str | None = Field(None, exclude_if=is_none)  # in the first piece only
-    type: Literal["function"] | None = Field(None, exclude_if=is_none)  # there, too
-    function: DeltaFunction
-
-
 class SkippedTool(BaseModel):
     """A tool of a type that is not served. Agents offer such tools by default."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="allow", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
-    type: str = Field(max_length=64, json_schema_extra={"not": {"const": "function"}})
+    type: str = Field(
+        max_length=64, json_schema_extra={"not": {"const": "function"}}, examples=["web_search"]
+    )
+    """The type. Such tools are skipped, and the answer names their types in `skipped_tools`."""

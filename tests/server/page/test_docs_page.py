@@ -195,7 +195,7 @@ def test_schemas_are_told_in_words_and_by_example() -> None:
         "type": "object",
         "required": ["a", "b"],
         "properties": {
-            "a": {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "null"}]},
+            "a": {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "null"}], "examples": [3]},
             "b": {"type": "array", "items": {"$ref": "#/components/schemas/Part"}},
             "c": {"enum": ["x", "y"], "default": "x"},
         },

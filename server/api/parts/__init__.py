@@ -1,0 +1,1 @@
+"""Parts that the bodies of several routes have."""

@@ -1,0 +1,1 @@
+"""The bodies of the answers of the routes over conversations."""
