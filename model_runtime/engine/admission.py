@@ -147,6 +147,19 @@ def problem_of(engine: "Engine", stall_seconds: float) -> str | None:
     return None
 
 
+def check_ends(request: Request, end_ids: frozenset[int]) -> None:
+    """Raise RequestError if no token may come before min_tokens. `end_ids`: of the request."""
+    sampling = request.sampling
+    if not sampling.min_tokens or not sampling.allowed_token_ids:
+        return
+    if end_ids.issuperset(sampling.allowed_token_ids):
+        raise RequestError(
+            "`min_tokens` must be 0, because each of `allowed_token_ids` ends the answer. Given: "
+            f"{sampling.min_tokens}",
+            param="min_tokens",
+        )
+
+
 def check_request(request: Request, config: EngineConfig) -> None:
     """Raise RequestError for a request that an engine with this config can never serve."""
     if not request.prompt_ids:

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.admission import AdmissionQueue, Places, check_request
+from ropewalk.model_runtime.engine.admission import (
+    AdmissionQueue,
+    Places,
+    check_ends,
+    check_request,
+)
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState
@@ -141,6 +146,7 @@ class Engine:
         for request, on_output in requests:
             check_request(request, self._config)
             state = RequestState.of(request, self._tokenizer, self._eos_token_ids, on_output)
+            check_ends(request, state.answer.end_ids)
             if arrived is not None:
                 state.arrived = arrived
             states.append(state)

@@ -45,7 +45,7 @@ class SamplingRow:
     num_generated: int  # tokens of the answer so far
     end_ids: frozenset[int]  # tokens that would end the answer
     seen: SeenTokens | None = None  # for rows with a penalty: the tokens it applies to
-    # The grammar's mask: one bit per token, lowest first; None: all tokens are allowed.
+    # One bit per token, lowest first, as the grammar and the request have it; None: all may come.
     allowed: bytes | None = None
     barred: Sequence[int] = ()  # tokens that would complete a bad word of several tokens
     _bias: tuple[Any, Any] = field(init=False)  # token ids, values added to their logits
@@ -63,6 +63,14 @@ class SamplingRow:
         if self.barred:
             edits = (*edits, _edits(self.barred, [BARRED] * len(self.barred)))
         return [each for each in edits if len(each[0])]
+
+
+def token_mask(token_ids: Sequence[int]) -> bytes:
+    """Return one bit per token, lowest first, which is set for these."""
+    mask = bytearray(max(token_ids) // 8 + 1)
+    for token_id in token_ids:
+        mask[token_id // 8] |= 1 << token_id % 8
+    return bytes(mask)
 
 
 def _edits(token_ids: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
@@ -176,7 +184,7 @@ def rows_at(rows_RV: Tensor, places: Sequence[int]) -> Tensor:
 
 
 def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply bias, min_tokens and penalties, in vLLM's order, then the grammar's mask.
+    """Apply bias, min_tokens and penalties, in vLLM's order, then the mask of allowed tokens.
 
     Returns a copy if any applies, else the same tensor.
     """

@@ -44,9 +44,12 @@ class Grammar:
     def field(self) -> str:
         return field_of(self.source)
 
-    def begin(self, end_ids: frozenset[int]) -> "Constraint":
-        """Return the state of an answer with these end tokens; a copy takes about 10 us."""
-        return Constraint(self.matcher.deep_copy(), self.num_tokens, end_ids)
+    def begin(self, end_ids: frozenset[int], mask: bytes | None = None) -> "Constraint":
+        """Return the state of an answer with these end tokens; a copy takes about 10 us.
+
+        `mask`: one bit for each token that may come at all, lowest first; None: all of them.
+        """
+        return Constraint(self.matcher.deep_copy(), self.num_tokens, end_ids, mask)
 
 
 class Constraint:
@@ -56,10 +59,17 @@ class Constraint:
     tokens are not sampled again.
     """
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        num_tokens: int,
+        end_ids: frozenset[int],
+        mask: bytes | None = None,
+    ) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens
         self._end_ids = end_ids
+        self._mask = None if mask is None else int.from_bytes(mask, "little")
         self.allowed = b""  # one bit per token, lowest first; set by `look`
 
     def look(self) -> bool:
@@ -74,15 +84,24 @@ class Constraint:
         allowed += bytes(max(0, max(self._end_ids, default=0) // 8 + 1 - len(allowed)))
         for token_id in (self._num_tokens, *self._end_ids):
             allowed[token_id // 8] &= ~(1 << token_id % 8)
+        allowed = self._masked(allowed)
         if not allowed.strip(b"\0"):
             if may_end:
                 return False
-            raise GrammarError("the grammar allows no token")
+            of_ours = "" if self._mask is None else " of `allowed_token_ids`"
+            raise GrammarError(f"the grammar allows no token{of_ours}")
         if may_end:
             for token_id in self._end_ids:
                 allowed[token_id // 8] |= 1 << token_id % 8
-        self.allowed = bytes(allowed)
+        self.allowed = bytes(self._masked(allowed))
         return True
+
+    def _masked(self, allowed: bytearray) -> bytearray:
+        """Return the bits that are set in the request's own mask, too."""
+        if self._mask is None:
+            return allowed
+        both = int.from_bytes(allowed, "little") & self._mask
+        return bytearray(both.to_bytes(len(allowed), "little"))
 
     def advance(self, token_id: int) -> bool:
         """Add a sampled token; return True if it completes the answer. Raises GrammarError."""

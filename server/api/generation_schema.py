@@ -100,6 +100,11 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         | None
     ) = Field(None, examples=[[2]])
     """End tokens of this request (vLLM's field). At most `max_stop_token_ids` (128)."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes] | None
+    ) = Field(None, examples=[[5, 6, 7]])
+    """No other token is sampled (vLLM's field). An end token ends the answer only if it is among
+    them. Default: all tokens."""
     ignore_eos: bool | None = None
     """Generation continues after the model's end tokens (vLLM's field). Default: false."""
     min_tokens: int | None = Field(None, ge=0, le=INT64, examples=[8])
@@ -264,6 +269,7 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self.logit_bias_pairs(),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             stop=(*stop, *extra_stop),
             shown_stop=frozenset(stop) if self.include_stop_str_in_output else None,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -306,6 +312,7 @@ def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: i
     for param, ids in (
         ("logit_bias", [token_id for token_id, _ in body.logit_bias_pairs()]),
         ("stop_token_ids", body.stop_token_ids or ()),
+        ("allowed_token_ids", body.allowed_token_ids or ()),
     ):
         for token_id in ids:
             if token_id >= vocab_size and len(errors) + len(unknown) < MAX_ERRORS:

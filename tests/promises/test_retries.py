@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
-from ropewalk.model_runtime.engine import postprocess
+from ropewalk.model_runtime.engine import choose_tokens
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doubles.deferred_runner import Answers, core_of
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
@@ -52,7 +52,7 @@ def test_a_draw_without_memory_is_tried_again_with_one_fewer(
         for number in range(3)
     ]
     expected = answer(engines.over(llama_checkpoint), *requests)
-    draw, num_draws = postprocess.sample_rows, 0
+    draw, num_draws = choose_tokens.sample_rows, 0
 
     def fails_twice(*arguments: Any) -> Any:
         nonlocal num_draws
@@ -61,7 +61,7 @@ def test_a_draw_without_memory_is_tried_again_with_one_fewer(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return draw(*arguments)
 
-    monkeypatch.setattr(postprocess, "sample_rows", fails_twice)
+    monkeypatch.setattr(choose_tokens, "sample_rows", fails_twice)
     assert answer(engines.over(llama_checkpoint), *requests) == expected
     assert num_draws > 6
 
@@ -75,14 +75,14 @@ def test_a_request_waits_for_no_retry_that_has_left(
     core = core_of(llama_checkpoint, is_ahead=False)
     answers = Answers(core, llama_checkpoint)
     answers.add(*asked)
-    draw = postprocess.sample_rows
+    draw = choose_tokens.sample_rows
 
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(postprocess, "sample_rows", fails)
+    monkeypatch.setattr(choose_tokens, "sample_rows", fails)
     core.step()
-    monkeypatch.setattr(postprocess, "sample_rows", draw)
+    monkeypatch.setattr(choose_tokens, "sample_rows", draw)
     assert len(core.scheduler.waiting) == 1
     core.abort(core.scheduler.running[0].request.request_id)
     answers.finish()

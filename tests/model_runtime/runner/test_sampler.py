@@ -11,6 +11,7 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -26,6 +27,8 @@ from ropewalk.model_runtime.runner.sampler import (
     logprobs,
     sample,
     sample_rows,
+    sampled_on_device,
+    token_mask,
     uniform,
 )
 
@@ -193,6 +196,36 @@ def test_no_end_token_before_min_tokens() -> None:
         for generated in ([], [1], [1, 2]):
             assert sample(logits, [row_of(params, generated=generated, end_ids=[4])]) != [4]
         assert sample(logits, [row_of(params, generated=[1, 2, 3], end_ids=[4])]) == [4]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.2, "top_k": 3},
+        {"temperature": 0.9, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 0.9, "repetition_penalty": 1.5, "logit_bias": ((5, 3.0), (9, -2.0))},
+        {"temperature": 0.9, "bad_words": ((13,),), "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_no_token_comes_that_is_not_allowed(options: dict[str, Any]) -> None:
+    """Transformers suppresses the others, and every way to draw gives the same tokens."""
+    allowed = [0, 5, 8, 13, 21, 39]
+    others = [each for each in range(VOCABULARY) if each not in allowed]
+    suppress = SuppressTokensLogitsProcessor(others)
+    logits_RV = torch.randn(60, VOCABULARY) * 2
+    expected_RV = suppress(torch.zeros(60, 1, dtype=torch.long), logits_RV)
+    params = [SamplingParams(**options, seed=seed) for seed in range(60)]
+    free = [row_of(each, prompt=[5, 8], generated=[13]) for each in params]
+    masked = [replace(each, allowed=token_mask(allowed)) for each in free]
+    tokens = sample(logits_RV, masked)
+    assert tokens == sample(expected_RV, free)
+    assert set(tokens) <= set(allowed)
+    drawn = sampled_on_device(logits_RV, logits_RV, masked)[60:].tolist()
+    assert drawn == sampled_on_device(logits_RV, expected_RV, free)[60:].tolist()
+    assert set(drawn) <= set(allowed)
 
 
 def test_a_row_without_a_choice_does_not_break_its_neighbours() -> None:

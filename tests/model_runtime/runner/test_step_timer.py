@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ropewalk.model_runtime.engine import postprocess
+from ropewalk.model_runtime.engine import choose_tokens
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestStates
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def function_of(part: Part, script: Script) -> tuple[Any, str]:
         "schedule": (Scheduler, "schedule"),
         "build": (script, "prepare"),
         "forward": (script, "before_run"),
-        "sample": (postprocess, "sample_rows"),
+        "sample": (choose_tokens, "sample_rows"),
         "detokenize": (TokenStream, "push"),
         "deliver": (RequestStates, "note_token"),
     }

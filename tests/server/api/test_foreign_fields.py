@@ -156,6 +156,43 @@ def test_a_bad_word_of_one_token_is_the_token_that_a_bias_bars(server: Server, r
 
 
 @BOTH
+def test_only_allowed_tokens_come(server: Server, route: str) -> None:
+    """Greedy answers equal those with a bias that no other token reaches, in streams, too."""
+    allowed = [*range(20, 300, 7), *tokens(server, "return self.path")]
+    bias = {str(each): 100 for each in allowed}
+    asked: dict[str, Any] = {"allowed_token_ids": allowed, "return_token_ids": True}
+    found = post(server, route, **asked)[0]
+    assert found["token_ids"] == post(server, route, logit_bias=bias, **asked)[0]["token_ids"]
+    assert text_of(found) == text_of(post(server, route, logit_bias=bias)[0])
+    drawn: dict[str, Any] = {**asked, "temperature": 1.5, "n": 4, "seed": 3, "top_p": 0.95}
+    choices = post(server, route, **drawn)[1]["choices"]
+    assert {each for choice in choices for each in choice["token_ids"]} <= set(allowed)
+    pieces = events(server, route, **asked)
+    streamed = [each for piece in pieces for each in piece["choices"][0]["token_ids"]]
+    assert streamed == found["token_ids"]
+
+
+@BOTH
+def test_an_allowed_end_token_ends_the_answer(server: Server, route: str) -> None:
+    """Without it among the tokens, only max_tokens ends the answer."""
+    (end,) = tokens(server, httpx.get(f"{server.url}/tokenizer_info").json()["eos_token"])
+    choice, answer = post(server, route, allowed_token_ids=[end])
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
+    choice, answer = post(server, route, allowed_token_ids=[50, 60], logit_bias={str(end): 100})
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 24)
+
+
+@BOTH
+def test_a_choice_of_disallowed_tokens_is_refused(server: Server, route: str) -> None:
+    """The refusal names both fields."""
+    fields = {"guided_choice": ["red"], "allowed_token_ids": tokens(server, "blue")}
+    answer = httpx.post(f"{server.url}/v1/{route}", json={**BODIES[route], **fields})
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert message == "`guided_choice`: the grammar allows no token of `allowed_token_ids`"
+
+
+@BOTH
 def test_a_bad_word_of_several_tokens_is_left_out(server: Server, route: str) -> None:
     """The answer is the same up to the token that would complete the word, and others may come."""
     plain = post(server, route, return_token_ids=True)[0]["token_ids"]
@@ -322,7 +359,14 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
         ({"bad_words": ["a"] * 65}, "bad_words", "at most 64 items. Given: 65"),
         ({"use_beam_search": True}, "use_beam_search", "must be false, or left out. Given: true"),
         ({"length_penalty": 0.5}, "length_penalty", "must be 1, or left out. Given: 0.5"),
-        ({"allowed_token_ids": [5]}, "allowed_token_ids", "is not a field of this body"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1 item"),
+        ({"allowed_token_ids": [5, 2048]}, "allowed_token_ids", "must be < 2048. Given: 2048"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids.0", "must be at least 0. Given: -1"),
+        (
+            {"allowed_token_ids": [1], "min_tokens": 2},
+            "min_tokens",
+            "must be 0, because each of `allowed_token_ids` ends the answer. Given: 2",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(

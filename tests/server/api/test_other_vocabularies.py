@@ -45,6 +45,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "messages": _WORD.map(lambda text: [{"role": "user", "content": text}]),
     "logit_bias": st.dictionaries(_ID.map(str), st.sampled_from([-100, 5, 100]), max_size=3),
     "stop_token_ids": _IDS,
+    "allowed_token_ids": _IDS,
     "bad_words": _WORDS,
     "stop": _WORDS,
     "guided_choice": _WORDS,

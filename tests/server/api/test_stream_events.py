@@ -96,7 +96,8 @@ def answer_of(
         for number in range(body.n or 1)
     ]
     settings = SimpleNamespace(sse_keep_alive_seconds=keep_alive_s)
-    service: Any = SimpleNamespace(settings=settings, tokenizer=byte_tokenizer())
+    parts = {"settings": settings, "tokenizer": byte_tokenizer(), "max_new_tokens": None}
+    service: Any = SimpleNamespace(**parts)
     submission = Submission(
         engine,  # type: ignore[arg-type]  # as much of it as a submission uses
         queue,
