@@ -3,14 +3,10 @@
 Access is API keys, key file, origins and body limits. The checks import nothing heavy.
 """
 
-import os
 import socket
 import stat
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk.model_runtime.errors import ModelError
@@ -29,7 +25,6 @@ from ropewalk.server.access.keys import (
     key_under_two_names,
     named_key,
 )
-from ropewalk.server.access.span_exporters import MissingExporterError, span_exporters
 from ropewalk.server.page.page_files import has_playground
 from ropewalk.server.settings.load import (
     ServeSettings,
@@ -39,6 +34,13 @@ from ropewalk.server.settings.load import (
 )
 from ropewalk.server.settings.problems import shown
 from ropewalk.server.startup.certificate import check_certificate
+from ropewalk.server.startup.named_places import (
+    check_disk,
+    check_ray,
+    check_store,
+    check_traces,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     from ropewalk.server.settings.route_settings import RouteSettings
@@ -94,7 +96,6 @@ def url_of(settings: "ServeSettings | RouteSettings", listener: socket.socket) -
 
 if TYPE_CHECKING:
     from ropewalk.server.access.key_ring import KeyRing
-    from ropewalk.server.access.open_request import SpanSource
     from ropewalk.server.middleware.body_limits import BodyLimits
     from ropewalk.server.middleware.head_checks import HeadRules
     from ropewalk.server.startup.app import AccessPolicy
@@ -151,65 +152,12 @@ def checked_files(settings: ServeSettings) -> KeyTable:
     keys = problems.tried(lambda: key_table_of(settings))
     problems.tried(lambda: check_certificate(settings))
     problems.tried(lambda: check_traces(settings))
-    problems.tried(lambda: _check_disk(settings))
-    problems.tried(lambda: _check_store(settings))
-    problems.tried(lambda: _check_ray(settings))
+    problems.tried(lambda: check_disk(settings))
+    problems.tried(lambda: check_store(settings))
+    problems.tried(lambda: check_ray(settings))
     problems.refuse()
     assert keys is not None, "it was read without a problem"
     return keys
-
-
-def _check_ray(settings: ServeSettings) -> None:
-    """Raise SettingsError if replicas are asked for and Ray is absent; nothing is imported."""
-    if settings.replicas is not None and find_spec("ray") is None:
-        raise SettingsError(
-            f"replicas needs Ray: pip install 'ray[serve]>=2.60', got {settings.replicas}"
-        )
-
-
-def _check_disk(settings: ServeSettings) -> None:
-    """Raise SettingsError if the folder of pages cannot be used; the engine makes an absent one.
-
-    Only an attempt tells whether a folder can be made: root may write to /proc and makes none.
-    """
-    path = settings.kv_disk
-    if path is None:
-        return
-    from ropewalk.model_runtime.engine.kv_disk.files.folder import (  # noqa: PLC0415  # rare
-        FolderError,
-        open_root,
-    )
-
-    try:
-        path.lstat()
-        os.close(open_root(path, create=False))
-    except FileNotFoundError:
-        there = next(each for each in path.absolute().parents if os.path.exists(each))  # noqa: PTH110  # it raises nothing
-        try:
-            os.rmdir(mkdtemp(prefix=".ropewalk", dir=there))  # noqa: PTH106
-        except OSError as error:
-            told = f"{there} takes no new folder ({error.strerror})"
-            raise SettingsError(f"kv_disk: cannot make {path}: {told}") from None
-    except OSError as error:
-        raise SettingsError(f"kv_disk: cannot use {path}: {error.strerror}") from error
-    except FolderError as error:
-        raise SettingsError(f"kv_disk {error}") from error
-
-
-def _check_store(settings: ServeSettings) -> None:
-    """Raise SettingsError if the client of a networked store is absent; nothing connects."""
-    if settings.kv_store is None:
-        return
-    from ropewalk.model_runtime.engine.kv_disk.stores.store_url import (  # noqa: PLC0415  # rare
-        NEEDS_CLIENT,
-        parse_store_url,
-    )
-
-    if find_spec("valkey") is None:
-        raise SettingsError(f"kv_store {NEEDS_CLIENT}")
-    ca_file = parse_store_url(settings.kv_store).ca_file
-    if ca_file is not None and not ca_file.is_file():
-        raise SettingsError(f"kv_store: ssl_ca_certs must be a file, got {ca_file}")
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:
@@ -292,30 +240,6 @@ def _in_file(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def check_traces(settings: ServeSettings) -> None:
-    """Raise SettingsError if traces are asked for and cannot be sent; nothing is imported."""
-    if not settings.traces:
-        return
-    try:
-        version("opentelemetry-sdk")
-        span_exporters()
-    except PackageNotFoundError as error:
-        raise SettingsError(
-            "traces needs OpenTelemetry: pip install "
-            "'opentelemetry-exporter-otlp-proto-http>=1.30' 'opentelemetry-sdk>=1.30'"
-        ) from error
-    except MissingExporterError as error:
-        raise SettingsError(f"traces: {error}") from error
-
-
-def _spans_of(settings: ServeSettings) -> "SpanSource | None":
-    if not settings.traces:
-        return None
-    from ropewalk.server.access.spans import Tracing  # noqa: PLC0415  # an extra
-
-    return Tracing()
-
-
 def access_policy_of(
     settings: ServeSettings, ring: "KeyRing | None", max_len: int
 ) -> "AccessPolicy":
@@ -331,7 +255,7 @@ def access_policy_of(
         router_only=settings.router_only,
         open_metrics=settings.open_metrics,
         has_playground=has_playground(settings),
-        spans=_spans_of(settings),
+        spans=spans_of(settings),
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
         head=head_rules_of(settings, is_open=is_open),

@@ -203,7 +203,7 @@ def version(name):
     return there(name)
 metadata.version = version
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.gate import check_traces
+from ropewalk.server.startup.named_places import check_traces
 check_traces(load_settings({}))
 try:
     check_traces(load_settings({"traces": True}))

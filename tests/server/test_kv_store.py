@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup import gate
+from ropewalk.server.startup import named_places
 from ropewalk.server.startup.gate import checked, key_warnings
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from tests.server.test_kv_disk import ask, metrics, storing_server
@@ -116,11 +116,11 @@ def test_the_checks_before_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         SettingsError, match=r"kv_store: ssl_ca_certs must be a file, got .*ca\.pem"
     ):
         checked(absent)
-    find_spec = gate.find_spec
+    find_spec = named_places.find_spec
 
     def without_client(name: str) -> Any:
         return None if name == "valkey" else find_spec(name)
 
-    monkeypatch.setattr(gate, "find_spec", without_client)
+    monkeypatch.setattr(named_places, "find_spec", without_client)
     with pytest.raises(SettingsError, match="kv_store needs the client of Valkey: pip install"):
         checked(settings)
