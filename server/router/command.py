@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ropewalk.server.process.certificate import check_certificate
 from ropewalk.server.process.hangups import Hangups, end_process
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import given, with_flags
@@ -15,7 +16,6 @@ from ropewalk.server.settings.route_settings import (
     RouteSettings,
     load_route_settings,
 )
-from ropewalk.server.startup.certificate import check_certificate
 from ropewalk.server.startup.gate import (
     listening_socket,
     url_of,

@@ -26,6 +26,7 @@ from ropewalk.server.access.keys import (
     named_key,
 )
 from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.process.certificate import check_certificate
 from ropewalk.server.settings.load import (
     ServeSettings,
     SettingsError,
@@ -33,7 +34,6 @@ from ropewalk.server.settings.load import (
     read_named,
 )
 from ropewalk.server.settings.problems import shown
-from ropewalk.server.startup.certificate import check_certificate
 from ropewalk.server.startup.named_places import (
     check_disk,
     check_ray,

@@ -14,8 +14,8 @@ import httpx
 import numba
 import pytest
 
+from ropewalk.server.process.certificate import check_certificate
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.certificate import check_certificate
 from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.loading_answers import LoadingAnswers

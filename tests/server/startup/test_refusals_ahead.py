@@ -98,7 +98,9 @@ _REFUSED: Mapping[str, tuple[Callable[[Path], Mapping[str, object]], str]] = {
     ),
     "an end token": (
         lambda folder: _copied(
-            folder, "config.json", lambda text: _stated_in(text, eos_token_id="x")
+            folder,
+            "config.json",
+            lambda text: _stated_in(text, eos_token_id="x"),  # noqa: S106  # no secret
         ),
         "Field 'eos_token_id' with value 'x' doesn't match any type",
     ),
