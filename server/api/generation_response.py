@@ -128,9 +128,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
         placement = request.placement
         tier = output.tier or placement.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
-        max_tokens = request.sampling.max_tokens
-        is_full = state.num_generated == max_tokens != self.service.max_new_tokens
-        if self.body.asked_max_tokens is None and is_full and output.finish_reason == "length":
+        is_cut = output.finish_reason is FinishReason.LENGTH
+        most = request.sampling.max_tokens
+        is_full = state.num_generated == most  # not when the time is over
+        is_open = self.body.asked_max_tokens is None and most != self.service.max_new_tokens
+        if is_open and is_cut and is_full:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         num_positions = request.positions_with(state.num_generated)
         return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)

@@ -116,7 +116,7 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
         return {"item_id": self._item_id(part), "output_index": part.index}
 
     def _item_id(self, part: Part) -> str:
-        number = self.own_id.removeprefix(self.body.id_prefix)
+        number = self.own_id.rpartition("_")[2]  # hexadecimal
         return f"{_PREFIXES[part.kind]}_{number}_{part.index}"
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
