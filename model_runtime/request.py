@@ -39,7 +39,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from logits of tokens generated before
     frequency_penalty: float = 0.0  # subtracted once per earlier generation of a token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # no other token comes; (): any token
+    allowed: bytes | None = None  # a bit for each token that may come, lowest first; None: all
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
     # The stop strings that stay in the text, as end tokens then do; None: neither stays.

@@ -150,9 +150,10 @@ def problem_of(engine: "Engine", stall_seconds: float) -> str | None:
 def check_ends(request: Request, end_ids: frozenset[int]) -> None:
     """Raise RequestError if no token may come before min_tokens. `end_ids`: of the request."""
     sampling = request.sampling
-    if not sampling.min_tokens or not sampling.allowed_token_ids:
+    if not sampling.min_tokens or sampling.allowed is None:
         return
-    if end_ids.issuperset(sampling.allowed_token_ids):
+    allowed = int.from_bytes(sampling.allowed, "little")
+    if not allowed & ~sum(1 << token_id for token_id in end_ids):
         raise RequestError(
             "`min_tokens` must be 0, because each of `allowed_token_ids` ends the answer. Given: "
             f"{sampling.min_tokens}",

@@ -13,7 +13,7 @@ from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request, Timings
 from ropewalk.model_runtime.runner.bad_words import barred_after, num_before
 from ropewalk.model_runtime.runner.penalties import SeenTokens, has_penalty
-from ropewalk.model_runtime.runner.sampler import SamplingRow, token_mask
+from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.model_runtime.scheduling.drafts.drafter import Drafter
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
@@ -32,7 +32,6 @@ class RequestState:
     answer: Answer
     on_output: OnOutput
     constraint: Constraint | None = None  # None: the answer has no grammar
-    mask: bytes | None = None  # of the tokens that the request allows; None: all
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     last_token: float | None = None
@@ -67,11 +66,9 @@ class RequestState:
         `constraint`: the constraint of its answer; None: that of its grammar, if it has one.
         """
         answer = Answer(request, tokenizer, eos_token_ids)
-        ids = request.sampling.allowed_token_ids
-        mask = token_mask(ids) if ids else None
         if constraint is None and request.grammar is not None:
-            constraint = request.grammar.begin(answer.end_ids, mask)
-        state = cls(TokenSequence(request), answer, on_output, constraint, mask)
+            constraint = request.grammar.begin(answer.end_ids, request.sampling.allowed)
+        state = cls(TokenSequence(request), answer, on_output, constraint)
         if request.wants_timings:
             state.on_output = _Timed(state, on_output)
         return state
@@ -94,7 +91,7 @@ class RequestState:
                 # The prompt's tokens count for repetition only.
                 prompt = sequence.request.prompt_ids if params.repetition_penalty != 1 else ()
                 seen = SeenTokens(prompt, sequence.token_ids[sequence.num_prompt_tokens :])
-            self._row = SamplingRow(params, 0, self.answer.end_ids, seen, self.mask)
+            self._row = SamplingRow(params, 0, self.answer.end_ids, seen, params.allowed)
         self._row.num_generated = sequence.num_generated + num_unknown
         if self.constraint is not None:
             self._row.allowed = self.constraint.allowed

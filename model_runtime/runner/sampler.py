@@ -65,14 +65,6 @@ class SamplingRow:
         return [each for each in edits if len(each[0])]
 
 
-def token_mask(token_ids: Sequence[int]) -> bytes:
-    """Return one bit per token, lowest first, which is set for these."""
-    mask = bytearray(max(token_ids) // 8 + 1)
-    for token_id in token_ids:
-        mask[token_id // 8] |= 1 << token_id % 8
-    return bytes(mask)
-
-
 def _edits(token_ids: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
     return np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32)
 

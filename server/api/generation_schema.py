@@ -249,7 +249,7 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
     def sampling(self, defaults: Mapping[str, float], extra_stop: Sequence[str]) -> SamplingParams:
-        """Return the runtime's sampling parameters, without max_tokens and seed.
+        """Return the runtime's sampling parameters, without max_tokens, seed, bad_words and allowed.
 
         A field that the request leaves out has the model's default, or OpenAI's. `extra_stop` are
         the stop strings of the chat template.
@@ -269,7 +269,6 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self.logit_bias_pairs(),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             stop=(*stop, *extra_stop),
             shown_stop=frozenset(stop) if self.include_stop_str_in_output else None,
             stop_token_ids=tuple(self.stop_token_ids or ()),

@@ -27,6 +27,7 @@ from ropewalk.model_runtime.errors import (
     UnknownModelError,
 )
 from ropewalk.model_runtime.runner.bad_words import spellings
+from ropewalk.model_runtime.runner.token_mask import token_mask
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
 from ropewalk.model_runtime.text.text_rules import grammar_of_rule
@@ -146,6 +147,8 @@ class Service:
                 opened.deployment = deployment.name
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             check_limits(body, self.settings, self.vocab_size)
+            if body.allowed_token_ids:
+                sampling = replace(sampling, allowed=token_mask(body.allowed_token_ids))
             num = body.num_prompts * body.num_answers
             async with self._in_time(body), admitted(num):
                 with self.engine.reserve(num) as places:

@@ -33,6 +33,7 @@ from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
+from ropewalk.model_runtime.runner.token_mask import token_mask
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
@@ -341,13 +342,15 @@ def test_steps_launched_ahead_give_the_same_tokens(
             {"temperature": 0.0},
             {"temperature": 0.8},
             {"temperature": 0.8, "top_p": 0.9},
+            {"temperature": 0.8, "top_p": 0.9, "allowed": token_mask(range(300, 340))},
         ):
             asked = request(
                 deployment, [5, 6, 7], max_tokens=40, seed=5, ignore_eos=True, **sampling
             )
             answers.append(answer(engine, asked)[0].token_ids)
-    assert answers[:3] == answers[3:]
-    assert followed.count(True) == 3 * 38, "the first token is the prompt's"
+    assert answers[:4] == answers[4:]
+    assert set(answers[3]) <= set(range(300, 340))
+    assert followed.count(True) == 4 * 38, "the first token is the prompt's"
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

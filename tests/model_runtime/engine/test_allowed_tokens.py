@@ -12,6 +12,7 @@ from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Request
+from ropewalk.model_runtime.runner.token_mask import token_mask
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from tests.doubles.deferred_runner import END, Answers, core_of, device_of
 from tests.doubles.engines import EngineFactory, Result, deployment_of, request
@@ -22,7 +23,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "seed": 7},
     {"temperature": 1.1, "seed": 3, "top_p": 0.9, "top_k": 5, "logit_bias": ((5, 100.0),)},
-    {"temperature": 1.0, "seed": 8, "ignore_eos": True, "allowed_token_ids": ()},
+    {"temperature": 1.0, "seed": 8, "ignore_eos": True, "allowed": None},
 ]
 WITH_MEMORY: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "bad_words": ((12, 30),)},
@@ -37,7 +38,7 @@ def requests_of(checkpoint: Checkpoint, samplings: Sequence[dict[str, Any]]) -> 
         request(
             deployment,
             [number, 3, 5] * 4,
-            **{"max_tokens": 30, "allowed_token_ids": ALLOWED, **each},
+            **{"max_tokens": 30, "allowed": token_mask(ALLOWED), **each},
         )
         for number, each in enumerate(samplings)
     ]
@@ -60,7 +61,7 @@ def test_every_kind_of_step_has_allowed_tokens_only(
     asked = requests_of(llama_checkpoint, samplings)
     expected = served(core_of(llama_checkpoint, is_ahead=False), llama_checkpoint, asked)
     for each, result in zip(asked, expected, strict=True):
-        assert not each.sampling.allowed_token_ids or set(result.token_ids) <= set(ALLOWED)
+        assert each.sampling.allowed is None or set(result.token_ids) <= set(ALLOWED)
         assert result.finish_reason is FinishReason.LENGTH, "no end token is allowed"
     assert len(set(expected[1].token_ids)) > 3
     if way != "ahead":
@@ -78,10 +79,10 @@ def test_every_kind_of_step_has_allowed_tokens_only(
 def test_an_end_token_comes_if_it_is_allowed(llama_checkpoint: Checkpoint) -> None:
     """min_tokens bars it, and bars nothing else."""
     end = next(iter(END))
-    (asked,) = requests_of(llama_checkpoint, [{"allowed_token_ids": (end,)}])
+    (asked,) = requests_of(llama_checkpoint, [{"allowed": token_mask((end,))}])
     (found,) = served(core_of(llama_checkpoint, is_ahead=False), llama_checkpoint, [asked])
     assert (found.token_ids, found.finish_reason) == ((end,), FinishReason.STOP)
-    fields = {"allowed_token_ids": (end, 30), "min_tokens": 4, "logit_bias": ((end, 100.0),)}
+    fields = {"allowed": token_mask((end, 30)), "min_tokens": 4, "logit_bias": ((end, 100.0),)}
     (asked,) = requests_of(llama_checkpoint, [fields])
     (found,) = served(core_of(llama_checkpoint, is_ahead=False), llama_checkpoint, [asked])
     assert found.token_ids == (30, 30, 30, 30, end)
@@ -92,7 +93,7 @@ def test_end_tokens_alone_cannot_fill_min_tokens(
 ) -> None:
     """No token could come."""
     engine = engines.over(llama_checkpoint)
-    fields = {"allowed_token_ids": (30, 31), "stop_token_ids": (30, 31), "min_tokens": 4}
+    fields = {"allowed": token_mask((30, 31)), "stop_token_ids": (30, 31), "min_tokens": 4}
     (asked,) = requests_of(llama_checkpoint, [fields])
     with pytest.raises(RequestError, match=r"must be 0, because each of .* Given: 4") as error:
         engine.submit(asked, lambda _: None)
@@ -119,7 +120,7 @@ def test_a_grammar_and_the_request_both_allow_a_token(
     compiler = GrammarCompiler(llama_checkpoint.tokenizer)
     grammar = compiler.compile(compiler.text_of(schema)).result()
     ids = tuple(llama_checkpoint.tokenizer.encode(letters))
-    fields = {"allowed_token_ids": ids, "temperature": 1.0, "max_tokens": 12}
+    fields = {"allowed": token_mask(ids), "temperature": 1.0, "max_tokens": 12}
     asked = requests_of(llama_checkpoint, [{**fields, "seed": seed} for seed in range(4)])
     asked = [replace(each, grammar=grammar) for each in asked]
     core = core_of(llama_checkpoint, is_ahead=False, max_draft_tokens=num_drafts)

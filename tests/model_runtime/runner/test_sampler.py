@@ -28,9 +28,9 @@ from ropewalk.model_runtime.runner.sampler import (
     sample,
     sample_rows,
     sampled_on_device,
-    token_mask,
     uniform,
 )
+from ropewalk.model_runtime.runner.token_mask import token_mask
 
 VOCABULARY = 40
 
