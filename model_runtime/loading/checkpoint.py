@@ -257,7 +257,8 @@ def _load_gguf(
             activations=activations,
             division=division,
         )
-        return replace(checkpoint, left_out=generation.left_out, **low_bits)
+        left_out = (*generation.left_out, *checkpoint.left_out)
+        return replace(checkpoint, left_out=left_out, **low_bits)
 
 
 def _gguf_phase(

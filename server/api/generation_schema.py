@@ -249,10 +249,11 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
     def sampling(self, defaults: Mapping[str, float], extra_stop: Sequence[str]) -> SamplingParams:
-        """Return the runtime's sampling parameters, without max_tokens, seed, bad_words and allowed.
+        """Return the runtime's sampling parameters.
 
-        A field that the request leaves out has the model's default, or OpenAI's. `extra_stop` are
-        the stop strings of the chat template.
+        max_tokens, seed, bad_words and `allowed` are added later. A field that the request leaves
+        out has the model's default, or OpenAI's. `extra_stop` are the stop strings of the chat
+        template.
         """
 
         def value(name: str, default: float) -> float:
