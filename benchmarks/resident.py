@@ -17,8 +17,9 @@ import click
 
 from benchmarks.own_server import completion_status, free_port
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.loading.files.folder_files import weight_files
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import read_outline, weight_files
+from ropewalk.model_runtime.loading.model_config import read_outline
 
 _START_S = 600.0
 _TOKENS = 8192  # of the cache

@@ -72,6 +72,8 @@ ALL_LAYERS = "all"
 # If tables differ by layer type, a deployment scales these layers only.
 _SCALED_LAYER_TYPE = "full_attention"
 _PROPORTIONAL = "proportional"
+# transformers writes the newer name of a type beside the older one.
+_NEWER_NAMES = {"mrope": "default", "su": "longrope"}
 # These fields of a checkpoint's block describe its model. The temperature by position is computed
 # by the model itself (Ministral 3), from the positions that a step gives it.
 _MODEL_FIELDS = ("max_position_embeddings", "llama_4_scaling_beta", "finetuned")
@@ -155,6 +157,9 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
     scaled = ALL_LAYERS if ALL_LAYERS in methods else _SCALED_LAYER_TYPE
     method, own = methods[scaled], blocks[scaled]
     original = _original_len(own, config) or 0
+    if not original and scaled == ALL_LAYERS and method.scaling.rope_type == "linear":
+        # As in vLLM. Where layer types have blocks of their own, the length is the extended one.
+        original = max_len
     added = _why_added(own, method, max_len)
     native_len = max(max_len, round(method.factor * original))
     native = NativeRope(
@@ -204,8 +209,11 @@ def _stated_block(block: Mapping[str, Any], method: Method) -> dict[str, Any] | 
 
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """Return the length before scaling, if the checkpoint gives one."""
-    if _scaling_type(block) not in ("yarn", "llama3", "longrope"):
-        return None  # the others act on max_position_embeddings
+    name = _scaling_type(block)
+    if name == "linear":
+        return block.get("original_max_position_embeddings")
+    if name not in ("yarn", "llama3", "longrope"):
+        return None  # dynamic acts on max_position_embeddings
     # Phi-3 has it beside the block, and that value takes precedence (as in transformers).
     outside = config.get("original_max_position_embeddings")
     return outside or block.get("original_max_position_embeddings")
@@ -214,6 +222,7 @@ def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | 
 def _stated_type(block: Mapping[str, Any]) -> Any:
     """Return the type in the block, whatever it is. Raises RopeConfigError for two."""
     names = {block[key] for key in ("rope_type", "type") if isinstance(block.get(key), str)}
+    names -= {older for older, newer in _NEWER_NAMES.items() if newer in names}
     return names.pop() if len(names) == 1 else rope_type_of(block)
 
 
@@ -227,9 +236,13 @@ def _scaling_type(block: Mapping[str, Any]) -> str:
     name = _stated_type(block)
     if name == "mrope":
         return "default"
+    if name == "ntk":
+        raise RopeConfigError(
+            "rope_type", "'ntk' is for deployments: transformers reads no checkpoint with it"
+        )
     if name == _PROPORTIONAL:
         return "default" if block.get("factor") is None else "linear"
-    return rope_type_of(block)
+    return rope_type_of({"rope_type": name})
 
 
 def _native_method(
@@ -239,7 +252,6 @@ def _native_method(
         raise RopeConfigError(
             "truncate", "inside a per-layer-type block is ignored by transformers, so refused here"
         )
-    # If a method acts on max_position_embeddings, transformers does not read the other length.
     original = _original_len(block, config)
     scaling = {**block, "original_max_position_embeddings": original, "type": None}
     scaling["rope_type"] = _scaling_type(block)

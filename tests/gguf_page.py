@@ -70,6 +70,7 @@ Rotation comes from `rope.freq_base`, `rope.dimension_count`, `rope.scaling.*` a
 
 - `rope_freqs.weight` is how Llama 3.1 and later models state their scaling. It holds a divisor for each pair. The settings that give these divisors are found, and the model then has the block of its config. The table is transformers' to the bit. Divisors that no published setting gives are refused.
 - `rope_factors_short.weight` and `rope_factors_long.weight` become a `longrope` block.
+- `rope.scaling.factor` without `rope.scaling.type` is linear, as in llama.cpp.
 - `rope.scaling.yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow` are the fields of the config that converters write there. llama.cpp reads them for a few architectures only.
 
 A key `{{architecture}}.*` that is not understood is refused by name, and so is a tensor without a place. transformers' own GGUF loader drops them, and with them all scaling.
@@ -82,7 +83,7 @@ Two things are not in such files. Llama's converter drops the sliding window of 
 
 Vocabulary, merges, special tokens and the [chat templates](api.md#post-v1chatcompletions) come from the file. `tokenizer.ggml.pre` decides how text is split before it is merged. Unknown values are refused, because another split gives other tokens. Read are byte-level vocabularies (`gpt2`) and sentencepiece's with scores (`llama`). Values of `tokenizer.ggml.pre` for byte-level vocabularies: {pre}.
 
-An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests, within [their limits](api.md#post-v1completions).
+An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. The id 4294967295, which converters write for a token that the vocabulary lacks, is ignored with a warning, as in llama.cpp. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests, within [their limits](api.md#post-v1completions).
 
 By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expected tokens that can be read gave these tokens for all of their 474 texts. SmolLM2 135M Instruct in Q4_1 gave the same tokens as llama.cpp's server for 319 texts, and the same greedy answer of 45 tokens.
 

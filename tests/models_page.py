@@ -19,7 +19,14 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.tokens import byte_tokenizer
 
+# Models with towers for images or sound, of which only the text's part is made and served.
+WITH_TOWERS = (
+    "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25",
+    "lfm2_vl", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+)  # fmt: skip
 SERVED = (
+    *WITH_TOWERS,
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma2",
@@ -146,11 +153,11 @@ def _format_row(each: Format) -> str:
 
 _PAGE = """# Models
 
-`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts a part of these results at every run, and all of them in `make test-full`. The page has every architecture of transformers' causal language models whose config has rotation. Code from a checkpoint may also work, because the self-check decides at load.
+`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts a part of these results at every run, and all of them in `make test-full`. The page has every architecture of transformers' causal language models whose config has rotation, and some of its models for images and sound. Code from a checkpoint may also work, because the self-check decides at load.
 
 ## Served
 
-{num_served} architectures are served. A model with an image or audio tower is served for text only. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
+{num_served} architectures are served. A checkpoint with a tower for images or sound is served for text only. Its towers are not read, which a warning says. Every such model of transformers whose text has a decoder of its own is tried at load, and the self-check decides. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
 
 The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits, too.
 
@@ -203,7 +210,7 @@ def main() -> None:
     """Write the page to standard output."""
     warnings.simplefilter("ignore")
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    sys.stdout.write(page([outcome(name) for name in (*SERVED, *REFUSED)]))
+    sys.stdout.write(page([outcome(name) for name in (*sorted(SERVED), *REFUSED)]))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def make_deployment(
     rope_type = method.scaling.rope_type
     own = tiers[rope_type]
     native_len = native.native_len if method is native.method else method.native_len
-    max_len = _max_len(options.max_model_len, own)
+    max_len = _max_len(options.max_model_len, own, trained=rope_type if block is None else None)
     positions = allowed_position_tiers(
         options.allowed_positions, own, native, max_len, options.page_size
     )
@@ -330,11 +330,17 @@ def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier])
     return max_rope_factor
 
 
-def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:
+def _max_len(max_model_len: int | None, tiers: Sequence[Tier], *, trained: str | None) -> int:
+    """Return the longest context; `trained`: the method of a checkpoint's own block, if served."""
     if max_model_len is not None and max_model_len > longest(tiers):
+        advice = "a larger rope_scaling factor makes longer tiers"
+        if trained is not None:
+            advice = (
+                "a rope_scaling with a larger factor and original_max_position_embeddings replaces "
+                f"the {trained} that the checkpoint was trained with"
+            )
         raise RopeConfigError(
             "max_model_len",
-            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; a larger "
-            "rope_scaling factor makes longer tiers",
+            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; {advice}",
         )
     return max_model_len or longest(tiers)

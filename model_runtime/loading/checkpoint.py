@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
@@ -21,7 +21,11 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
-from ropewalk.model_runtime.loading.files.pretrained import from_pretrained, load_tokenizer
+from ropewalk.model_runtime.loading.files.pretrained import (
+    NO_ADAPTER,
+    from_pretrained,
+    load_tokenizer,
+)
 from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
@@ -35,6 +39,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
+from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.model_runtime.loading.pack_model import (
     BY_TORCH,
     Division,
@@ -56,6 +61,7 @@ from ropewalk.model_runtime.loading.self_check import (
     check_structure,
     choose_forward,
 )
+from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.probing.probe import text_config
 from ropewalk.model_runtime.probing.untouched import (
     original_logits,
@@ -97,7 +103,7 @@ class Checkpoint:
     states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones
     rounding: Distance | None = None  # of rounded activations from exact ones
-    left_out: tuple[str, ...] = ()  # a sentence for each value of its files that is not used
+    left_out: tuple[str, ...] = ()  # a sentence for each part of its files that is not used
 
     @property
     def windows(self) -> dict[int, int | None]:
@@ -141,11 +147,12 @@ def load_checkpoint(
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
-    path = Path(model_config.source)
+    path, left_out = Path(model_config.source), notes_of(model_config)
     if path.is_file():
         how = weights, activations
         loaded = _load_gguf(path, model_config, how, on_phase, division)
-        return replace(loaded, source=path, versions=versions)
+        left_out += loaded.left_out
+        return replace(loaded, source=path, versions=versions, left_out=left_out)
     keeps_bits = _keeps_bits(weights, where, division)
     if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
         name = str(number_type).removeprefix("torch.")
@@ -174,7 +181,7 @@ def load_checkpoint(
             activations=activations,
             division=division,
         )
-        left_out = (*generation.left_out, *checkpoint.left_out)
+        left_out += checkpoint.left_out
         checkpoint = replace(
             checkpoint, source=path, versions=versions, left_out=left_out, **low_bits
         )
@@ -257,8 +264,7 @@ def _load_gguf(
             activations=activations,
             division=division,
         )
-        left_out = (*generation.left_out, *checkpoint.left_out)
-        return replace(checkpoint, left_out=left_out, **low_bits)
+        return replace(checkpoint, **low_bits)
 
 
 def _gguf_phase(
@@ -373,13 +379,14 @@ def _load_model(
             )
         else:
             model, info = from_pretrained(
-                AutoModelForCausalLM,
+                factory_of(outline.config),
                 source,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 generation_config=GenerationConfig(),  # its file has another reader
+                adapter_kwargs=NO_ADAPTER,
             )
     missing = sorted(info["missing_keys"])
     if missing:

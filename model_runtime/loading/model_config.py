@@ -5,24 +5,28 @@ torch and transformers are imported where a config cannot be read without them.
 # ruff: noqa: PLC0415
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory, refuse_unstated
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
-from ropewalk.model_runtime.json_files import read_json, read_object
+from ropewalk.model_runtime.loading.files.folder_files import (
+    check_files,
+    check_index,
+    weight_files,
+)
 from ropewalk.model_runtime.loading.plain_config import (
     NO_GPU,
     PlainDevice,
     PlainNumberType,
-    check_numbers,
     gguf_num_parameters,
     gguf_plain_config,
     gguf_storage,
@@ -42,8 +46,6 @@ if TYPE_CHECKING:
     import torch
 
 _SLIDING = "sliding_attention"  # the type of layers that read a window
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LONGEST_NAME = 255  # of a file, on common systems
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 
 
@@ -66,6 +68,7 @@ class ModelConfig:
     device: "torch.device | PlainDevice"
     has_weights: bool = True  # False: a folder of config and tokenizer only
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
+    left_out: tuple[str, ...] = ()  # parts that text does not pass, such as an image tower
 
     @property
     def architecture(self) -> str:
@@ -132,14 +135,26 @@ class ModelConfig:
             return gguf_num_parameters(folder)
         if not self.has_weights:
             return None
+        return sum(math.prod(shape) for _, shape in self.weight_shapes())
+
+    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of the weights that a load reads from a folder's files."""
+        beside = re.compile(rf"(model\.)?({'|'.join(self.left_out)})\.") if self.left_out else None
+        for name, shape in self._stored_shapes():
+            if beside is None or not beside.match(name):
+                yield name, shape
+
+    def _stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        files = weight_files(Path(self.source))
         if self.stored is not None:
-            return read_inventory(weight_files(folder), self.stored).num_parameters
-        num_parameters = 0
-        for path in weight_files(folder):
-            with safe_open(path, framework="np") as weights:
-                shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
-            num_parameters += sum(math.prod(shape) for shape in shapes)
-        return num_parameters
+            inventory = read_inventory(files, self.stored)
+            yield from ((each.name, tuple(each.shape)) for each in inventory.quantised)
+            yield from ((each.name, tuple(each.shape)) for each in inventory.plain)
+            return
+        for path in files:
+            with safe_open(path, framework="np") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, tuple(opened.get_slice(name).get_shape())
 
     def gguf_storage(self) -> tuple[int, str] | None:
         """Return a GGUF file's size in bytes and its number types; None for other weights."""
@@ -160,13 +175,23 @@ class ModelConfig:
             return None
         return sum(path.stat().st_size for path in weight_files(folder))
 
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the head has the weight of the embedding."""
+        config = self.config
+        if config is not self._text_config:
+            from ropewalk.model_runtime.loading.text_part import config_of_model
+
+            config = config_of_model(config)
+        return bool(getattr(config, "tie_word_embeddings", False))
+
     def num_tied_head_bytes(self) -> int:
         """Return the bytes of the packed copy of a tied head; 0 without one.
 
         On a CPU each linear is packed. A tied head shares its weight with the embedding, which
         looks up rows and keeps the original, so the head's packed weight is a copy.
         """
-        if self.device.type != "cpu" or not self._text_config.tie_word_embeddings:
+        if self.device.type != "cpu" or not self.is_tied:
             return 0
         return self._number("vocab_size") * self._number("hidden_size") * self.dtype.itemsize
 
@@ -194,46 +219,6 @@ class ModelConfig:
     @property
     def _text_config(self) -> Any:
         return self.config.get_text_config()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads: a single one, or those that the index names.
-
-    Other files in the folder are ignored. Raises ModelError for an index that cannot be read or
-    names a missing file.
-    """
-    index, single = folder / INDEX, folder / SINGLE
-    if single.is_file() or not index.is_file():
-        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    try:
-        names = weight_map_files(index)
-    except ValueError as error:
-        raise ModelError(f"{index} is no index of weights") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder} has no {name}, which its index names")
-    return [folder / name for name in names]
-
-
-def weight_map_files(index: Path) -> list[str]:
-    """Return the file names that an index of weights lists, sorted.
-
-    Raises ValueError, or ModelError if it is nested too deeply.
-    """
-    found = (read_object(index) or {}).get("weight_map")
-    names: set[Any] = set(found.values()) if isinstance(found, dict) and found else {None}
-    if not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_NAME for each in names):
-        raise ValueError(f"{index} has no weight_map of names")
-    return sorted(names)
-
-
-def _check_index(folder: Path) -> None:
-    """Raise ModelError for an index of weights in which transformers would find no metadata."""
-    index = folder / INDEX
-    if index.is_file() and not (folder / SINGLE).is_file():
-        found = (read_object(index) or {}).get("metadata")
-        if not isinstance(found, dict):
-            raise ModelError(f"{index}: metadata must be an object, such as {{}}, got {found!r}")
 
 
 def read_outline(
@@ -269,7 +254,7 @@ def read_plain_outline(
     if where is not None and number_type is not None and path is not None:
         return ModelConfig(path, gguf_plain_config(path), number_type, where)
     if where is not None and number_type is not None and Path(source).is_dir():
-        _check_files(Path(source), has_weights=has_weights)
+        check_files(Path(source), has_weights=has_weights)
         config = plain_config(Path(source))
         if config is not None:
             stored = _take_scheme(config, source, has_weights=has_weights)
@@ -288,7 +273,8 @@ def read_model_config(
     """Find a checkpoint and read its config. Raises ModelError that names the problem."""
     from transformers import AutoConfig
 
-    from ropewalk.model_runtime.loading.files.pretrained import from_pretrained
+    from ropewalk.model_runtime.loading.files.pretrained import from_pretrained, guarded
+    from ropewalk.model_runtime.loading.text_part import parts_left_out
 
     where = torch_device(device)
     if has_weights and (path := find_gguf(source)) is not None:
@@ -299,11 +285,12 @@ def read_model_config(
     folder = Path(source)
     if not folder.is_dir():  # a hub id is a folder of the cache by now
         raise ModelError(f"there is no folder {source}")
-    _check_files(folder, has_weights=has_weights)
+    check_files(folder, has_weights=has_weights)
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
     stored = _take_scheme(config, source, has_weights=has_weights)
     number_type = torch_dtype(dtype, config, where)
-    return ModelConfig(source, config, number_type, where, has_weights, stored)
+    left_out = guarded(source, lambda: parts_left_out(config))
+    return ModelConfig(source, config, number_type, where, has_weights, stored, left_out)
 
 
 def _take_scheme(config: Any, source: str | Path, *, has_weights: bool) -> Scheme | None:
@@ -314,7 +301,7 @@ def _take_scheme(config: Any, source: str | Path, *, has_weights: bool) -> Schem
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         if has_weights:
-            _check_index(Path(source))
+            check_index(Path(source))
             refuse_unstated(weight_files(Path(source)))
         return None
     del config.quantization_config
@@ -343,26 +330,3 @@ def torch_device(name: str) -> "torch.device":
         known = "cuda:0 only" if found == 1 else f"cuda:0 to cuda:{found - 1}"
         raise ModelError(f"device is {name}, but torch finds {known}")
     return torch.device(kind, int(index))
-
-
-def _check_files(folder: Path, *, has_weights: bool) -> None:
-    """Raise ModelError that names a missing or broken file, before anything is loaded."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder} has no {name}")
-    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
-        read_json(folder / name)  # refuses one that is nested too deeply
-    check_numbers(folder / "config.json")
-    if not has_weights:
-        return
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
-        beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
-        raise ModelError(f"{folder} has no weights in safetensors{beside}")
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error

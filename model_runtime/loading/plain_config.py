@@ -361,14 +361,18 @@ def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def check_numbers(path: Path) -> None:
-    """Raise ModelError for a number of the config that no model can have."""
+def check_values(path: Path) -> None:
+    """Raise ModelError for a number of the config that no model can have, or an older word."""
     values = read_object(path) or {}
     inner = values.get("text_config")
     for each in (values, inner if isinstance(inner, dict) else {}):
         found = impossible(each)
         if found is not None:
             raise ModelError(f"{path}: {found[0]} {found[1]}")
+        block = each.get("rope_scaling") or each.get("rope_parameters")
+        if isinstance(block, dict) and block.get("rope_type", block.get("type")) == "su":
+            # transformers knows that, and ends in a KeyError because it reads the length before.
+            raise ModelError(f"{path}: rope_scaling: type 'su' is 'longrope' today: write that")
 
 
 def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype":

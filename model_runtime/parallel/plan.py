@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.probing.probe import text_config
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
@@ -52,7 +52,7 @@ def plan_of(outline: ModelConfig, size: int, *, trust_remote_code: bool = False)
     name = outline.architecture
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = factory_of(outline.config).from_config(
                 outline.config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a config or its code may be anything

@@ -312,7 +312,7 @@ def _banner(
             *describe(plan),
             *limit_lines(settings),
             *chat_lines,
-            *(line for each in checkpoint.left_out for line in warning_lines(each)),
+            *warning_lines(*checkpoint.left_out),
             computing_line(
                 checkpoint.products,
                 described(checkpoint.device),

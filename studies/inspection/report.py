@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
-from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.dry_run import outline_of
@@ -142,7 +142,7 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:
         lines.append(f"not scaled       layers of type {', '.join(others)} keep their own table")
-    return [*lines, *(f"warning          {each}" for each in generation_of(outline).left_out)]
+    return [*lines, *(f"warning          {each}" for each in notes_of(outline))]
 
 
 def _as_json(
@@ -158,7 +158,7 @@ def _as_json(
         "native_len": native.native_len,
         "rotary_dim": native.rotary.rotary_dim,
         "rope_theta": native.rotary.rope_theta,
-        "left_out": list(generation_of(outline).left_out),
+        "left_out": list(notes_of(outline)),
         "costs": asdict(costs),
         "heads": None if heads is None else heads_json(heads),
         "deployments": [each.as_json() for each in found],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.model_config import weight_files
+from ropewalk.model_runtime.loading.files.folder_files import weight_files
 
 
 def model_digest(checkpoint: Checkpoint, kv_cache_dtype: str = EXACT, page_size: int = 0) -> str:

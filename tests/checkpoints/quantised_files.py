@@ -201,9 +201,9 @@ class Case:
             return self.encode
         return next((each for end, each in self.encode.items() if module.endswith(end)), None)
 
-    def write(self, folder: Path) -> "Written":
-        """Write a random model; unquantised tensors are stored in bfloat16."""
-        model = tiny_model(self.model_type, **{**SIZES, **self.overrides})
+    def write(self, folder: Path, model: PreTrainedModel | None = None) -> "Written":
+        """Write a random model, or the given one; unquantised tensors are stored in bfloat16."""
+        model = model or tiny_model(self.model_type, **{**SIZES, **self.overrides})
         model.save_pretrained(folder)
         byte_tokenizer_fast().save_pretrained(folder)
         tensors, references = {}, {}
@@ -237,13 +237,17 @@ class Written:
 
     def dequantised(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         """Return transformers' model of the references, by way of an unquantised checkpoint."""
+        self.write_plain(folder, dtype)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    def write_plain(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the references as an unquantised checkpoint."""
         folder.mkdir()
         for name in ("config.json", "generation_config.json", "tokenizer.json"):
             (folder / name).write_bytes((self.folder / name).read_bytes())
         change_config(folder, quantization_config=None)
         tensors = {name: each(dtype).contiguous() for name, each in self.references.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def files_tensors(folder: Path) -> Tensors:

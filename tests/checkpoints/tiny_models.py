@@ -8,7 +8,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+
+from ropewalk.model_runtime.loading.text_part import factory_of
 
 VOCAB_SIZE = 199
 
@@ -52,6 +54,7 @@ _SMALL = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB_SIZE,
 }
+_TOWER_LAYERS = {"num_hidden_layers", "depth", "num_layers", "encoder_layers"}
 _FOUR_LAYERS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 _GEMMA_4 = {"layer_types": _FOUR_LAYERS, "global_head_dim": 32}
@@ -76,6 +79,11 @@ _IMAGES = {
     "image_size": 28,
 }
 
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_HALF = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_INTERLEAVED = {**_SECTIONS, "mrope_interleaved": True}
+_TOWER = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32}
+_TOWER |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 # architecture -> what its config needs beyond the shape
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
@@ -187,6 +195,25 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "qwen3_5": {"text_config": {}},
     "qwen3_5_moe": {"text_config": {}},
+    **{name: {"text_config": {}} for name in ("idefics3", "internvl", "kimi_k25", "llava")},
+    **{name: {"text_config": {}} for name in ("llava_next", "llava_onevision", "minicpmv4_6")},
+    **{name: {"text_config": {}} for name in ("mistral3", "smolvlm", "voxtral")},
+    "cohere2_vision": {"text_config": {}, "vision_config": _IMAGES},
+    "exaone4_5": {"text_config": {"model_type": "exaone4"}, "vision_config": _TOWER},
+    "lfm2_vl": {"text_config": {"full_attn_idxs": [1, 3], "block_multiple_of": 16}},
+    **{
+        name: {"text_config": {"rope_parameters": block}, "vision_config": _TOWER}
+        for names, block in (
+            (("glm4v", "glm4v_moe"), _HALF),
+            (("qwen2_5_vl",), _SECTIONS),
+            (("qwen3_vl", "qwen3_vl_moe"), _INTERLEAVED),
+        )
+        for name in names
+    },
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": _SECTIONS},
+        "vision_config": {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64},
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64},
 }
@@ -202,13 +229,24 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
         values["text_config"] = {**shape, **small, **values["text_config"]}
     else:
         values = {**shape, **small, **values}
-    return AutoConfig.for_model(architecture, **values)
+    config = AutoConfig.for_model(architecture, **values)
+    for name in config.sub_configs:
+        tower = getattr(config, name)
+        if tower is not None and tower is not config.get_text_config():
+            for field in _TOWER_LAYERS & set(tower.to_dict()):
+                setattr(tower, field, 1)
+    return config
 
 
 def tiny_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in float32, on the CPU, in eval mode."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **overrides))
+    config = tiny_config(architecture, **overrides)
+    return randomised(factory_of(config).from_config(config))
+
+
+def randomised(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with random numbers, in eval mode."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

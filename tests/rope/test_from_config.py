@@ -148,6 +148,54 @@ def test_a_length_that_transformers_does_not_read_changes_nothing() -> None:
     assert native.method.native_len == native.native_len == 4096
 
 
+@pytest.mark.parametrize(
+    ("max_len", "stated", "native_len"),
+    [
+        (4096, {}, 16_384),  # Vicuna 16k, whose config gives the length before the block
+        (16_384, {"original_max_position_embeddings": 4096}, 16_384),
+        (4096, {"original_max_position_embeddings": 4096}, 16_384),
+    ],
+)
+def test_a_linear_block_reaches_its_factor_times_the_length(
+    max_len: int, stated: dict[str, int], native_len: int
+) -> None:
+    """As in vLLM, and as in SGLang, which reads a stated length."""
+    block = {"type": "linear", "factor": 4.0, **stated}
+    native = native_rope(
+        {**CONFIG, "max_position_embeddings": max_len, "rope_scaling": block},
+    )
+    assert native.native_len == native_len
+    assert native.method.scaling == Linear(factor=4.0)
+    assert native.method.native_len == 4096
+
+
+def test_a_linear_block_of_some_layers_is_within_the_length() -> None:
+    """Gemma 3 gives 131,072, which its block of factor 8 has reached already."""
+    blocks = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = {**CONFIG, "max_position_embeddings": 131_072, "rope_parameters": blocks}
+    assert native_rope(config).native_len == 131_072
+
+
+def test_the_older_name_of_a_type_may_stand_beside_the_newer() -> None:
+    """transformers writes both, for example when it saves Qwen 2.5 VL."""
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    plain = native_rope({**CONFIG, "rope_scaling": {"rope_type": "longrope", **lists}})
+    block = {"type": "su", "rope_type": "longrope", **lists}
+    assert native_rope({**CONFIG, "rope_scaling": block}).method == plain.method
+    for older, newer in (("su", "default"), ("mrope", "yarn"), ("default", "linear")):
+        with pytest.raises(RopeConfigError, match=f"says '{newer}', type '{older}'"):
+            native_rope({**CONFIG, "rope_scaling": {"type": older, "rope_type": newer}})
+
+
+def test_a_type_that_transformers_cannot_load_is_refused() -> None:
+    """The load of such a checkpoint ends in a KeyError."""
+    with pytest.raises(RopeConfigError, match="'ntk' is for deployments"):
+        native_rope({**CONFIG, "rope_scaling": {"type": "ntk", "factor": 4.0}})
+
+
 def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
     """The factor is derived from that length."""
     block = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -170,6 +218,7 @@ def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
     [
         {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
         {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
         {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
     ],
 )

@@ -103,23 +103,23 @@ def rope_block(fields: Fields, head_dim: int, max_len: int) -> dict[str, Any]:
 
 def _scaling(fields: Fields, max_len: int) -> dict[str, Any]:
     """Return the block of `rope.scaling.*`; longrope's lists and length are added by others."""
-    kind = fields.value("rope.scaling.type") or "none"
-    if fields.has("rope.scale_linear"):  # older files
-        factor = fields.number("rope.scale_linear")
-        return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
-    if kind == "none":
-        return {}
+    kind = fields.value("rope.scaling.type") or "linear"  # as in llama.cpp
     if kind == "longrope":
         return {"rope_type": "longrope"}
-    if kind not in ("linear", "yarn"):
+    if kind not in ("none", "linear", "yarn"):
         raise fields.refuse(
             "rope.scaling.type", f"must be none, linear, yarn or longrope, got {kind!r}"
         )
-    factor = fields.number("rope.scaling.factor", 1.0)
+    # Older files have the second name. llama.cpp takes 0 for 1, too.
+    key = "rope.scaling.factor"
+    key = key if fields.has(key) else "rope.scale_linear"
+    factor = fields.number(key, 1.0) or 1.0
+    if kind == "none":
+        return {}
     if factor < 1:
-        raise fields.refuse("rope.scaling.factor", f"must be >= 1, got {factor:g}")
+        raise fields.refuse(key, f"must be >= 1, got {factor:g}")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
+        return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
     if fields.number("rope.scaling.attn_factor", 1.0) != 1:
         raise fields.refuse("rope.scaling.attn_factor", "is not read for yarn")
     return _yarn(fields, factor, max_len)

@@ -98,6 +98,8 @@ _ENDS = frozenset(
     | {"<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "<end_of_utterance>"}
     | {"<eos>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
 )
+# Converters write -1 for a special token that the vocabulary lacks. llama.cpp ignores it.
+_NO_TOKEN = 2**32 - 1
 # The defaults of sentencepiece files without these keys, as in llama.cpp.
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
@@ -149,6 +151,12 @@ def read_tokenizer(file: GgufFile) -> FileTokenizer:
     return FileTokenizer(backend, special, frozenset(ends), _chat_templates(file))
 
 
+def ids_without_token(file: GgufFile) -> list[str]:
+    """Return the keys of special tokens that name none, each with its value."""
+    ids = [key for key in file.metadata if key.startswith(_KEY) and key.endswith("_token_id")]
+    return [f"{key} {file.metadata[key]}" for key in ids if file.metadata[key] == _NO_TOKEN]
+
+
 class _Vocabulary:
     """The tokens of a file, with their types."""
 
@@ -188,7 +196,7 @@ class _Vocabulary:
         found = dict(_SENTENCEPIECE_IDS) if kind == "llama" else {}
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
             key = f"{_KEY}{name}_token_id"
-            if key in self.file.metadata:
+            if self.file.metadata.get(key) not in (None, _NO_TOKEN):
                 index = self.file.integer(key, minimum=0)
                 if index >= len(self.tokens):
                     raise ModelError(

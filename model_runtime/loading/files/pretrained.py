@@ -1,7 +1,8 @@
 """Load with transformers, and report any failure as one sentence."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -10,6 +11,11 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
+
+# Where peft is installed, transformers loads an adapter beside the weights. It finds none there.
+NO_ADAPTER = {"subfolder": "no adapter"}
+
+_Result = TypeVar("_Result")
 
 _GENERAL_CLASS = "TokenizersBackend"  # as transformers 5 writes PreTrainedTokenizerFast
 
@@ -21,10 +27,18 @@ def from_pretrained(
 
     Without a source, the sentence is about what is `described`.
     """
+    named = described if source is None else source
+    return guarded(named, lambda: factory.from_pretrained(source, **options))
+
+
+def guarded(named: str | Path | None, run: Callable[[], _Result]) -> _Result:
+    """Return what `run` of transformers returns. Raises ModelError with one sentence."""
     try:
-        return factory.from_pretrained(source, **options)
+        return run()
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises any type, depending on a file's content
-        raise fault_of(described if source is None else source, error) from error
+        raise fault_of(named, error) from error
 
 
 def fault_of(named: str | Path | None, error: Exception) -> ModelError:

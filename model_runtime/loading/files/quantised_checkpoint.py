@@ -10,17 +10,17 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.dequantise import open_weights
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.loading.files.folder_files import weight_files
 from ropewalk.model_runtime.loading.files.pretrained import from_pretrained
 from ropewalk.model_runtime.loading.low_bits.hold import hold_experts
 from ropewalk.model_runtime.loading.low_bits.mxfp4 import stored_experts
 from ropewalk.model_runtime.loading.low_bits.sizes import is_kept
-from ropewalk.model_runtime.loading.model_config import weight_files
+from ropewalk.model_runtime.loading.text_part import config_of_model, factory_of
 
 _log = structlog.get_logger(__name__)
 
@@ -50,7 +50,7 @@ def load_quantised(
         loaded_bytes=inventory.num_parameters * dtype.itemsize,
     )
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        empty = factory_of(config).from_config(config, trust_remote_code=trust_remote_code)
     is_held = keeps_bits and is_kept(scheme)
     experts = stored_experts(empty, inventory, paths) if is_held else {}
     shapes = {each.name: each.shape for each in inventory.quantised}
@@ -61,7 +61,7 @@ def load_quantised(
         model, info = from_pretrained(
             type(empty),
             None,
-            config=config,
+            config=config_of_model(config),
             state_dict={**weights, **views},
             dtype=dtype,
             output_loading_info=True,

@@ -25,6 +25,15 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.files.folder_files import (
+    ADAPTER,
+    INDEX,
+    MERGE,
+    SINGLE,
+    is_of_model,
+    weight_files,
+    weight_map_files,
+)
 from ropewalk.model_runtime.loading.hub.download_progress import DownloadProgress
 from ropewalk.model_runtime.loading.hub.hub_faults import (
     download_fault,
@@ -32,12 +41,6 @@ from ropewalk.model_runtime.loading.hub.hub_faults import (
     lookup_fault,
 )
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted
-from ropewalk.model_runtime.loading.model_config import (
-    INDEX,
-    SINGLE,
-    weight_files,
-    weight_map_files,
-)
 from ropewalk.model_runtime.size_text import size_text
 
 # Selection of a hub repository's files that are loaded; all others stay on the hub.
@@ -75,6 +78,8 @@ def needed_files(
             f"{model_id} holds GGUF files and no safetensors: download one of them, and name its "
             "path as the model"
         )
+    if ADAPTER in names and "config.json" not in names:
+        raise ModelError(f"{model_id} has an adapter without its model: {MERGE}")
     for name in REQUIRED:
         if name not in names:
             raise ModelError(f"{model_id} has no {name} on the hub, so it cannot be served")
@@ -105,6 +110,7 @@ def _weights(
             raise ModelError(f"{model_id} has no {missing[0]} on the hub, which its {INDEX} names")
         return {INDEX, *shards}
     found = {name for name in names if name.endswith(".safetensors") and "/" not in name}
+    found = set(filter(is_of_model, found))
     if not found:
         others = sorted(name for name in names if name.endswith(_OTHERS) and "/" not in name)
         beside = f" (only {', '.join(others[:3])})" if others else ""

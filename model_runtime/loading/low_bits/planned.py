@@ -5,11 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, MXFP4, Format
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     NEEDS_FEW_BITS,
     Activations,
@@ -23,7 +20,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     refuse_int8,
     refuse_rounding,
 )
-from ropewalk.model_runtime.loading.model_config import ModelConfig, weight_files
+from ropewalk.model_runtime.loading.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.formats.gguf.gguf_file import TensorInfo
@@ -73,9 +70,9 @@ def _storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Sto
     if path.is_file():
         found = _gguf(outline, path, to_int8=weights == "int8")
     elif outline.has_weights and (weights == "int8" or is_kept(outline.stored)):
-        found, is_tied = Storage(), outline.config.get_text_config().tie_word_embeddings
+        found, is_tied = Storage(), outline.is_tied
         width = outline.config.get_text_config().hidden_size
-        for name, shape in _shapes(outline, path):
+        for name, shape in _shapes(outline):
             is_expert = _EXPERTS.search(name) is not None and len(shape) > 1
             if is_expert and (weights == "int8" or is_kept(outline.stored)):
                 matrices = _expert_matrices(name, shape, width)
@@ -143,7 +140,7 @@ def header_shapes(outline: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         found = served_tensors(read_gguf(path))
         yield from ((name, tuple(each.shape)) for name, each in found.items())
     else:
-        yield from _shapes(outline, path)
+        yield from _shapes(outline)
 
 
 def _expert_format(
@@ -162,17 +159,9 @@ def _expert_format(
     return INT8 if is_int8 else None
 
 
-def _shapes(outline: ModelConfig, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(outline: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names and shapes of a checkpoint's weights; a tied head counts once."""
-    is_tied = outline.config.get_text_config().tie_word_embeddings
-    files = weight_files(folder)
-    if outline.stored is not None:
-        inventory = read_inventory(files, outline.stored)
-        yield from ((each.name, tuple(each.shape)) for each in inventory.quantised)
-        yield from ((each.name, tuple(each.shape)) for each in inventory.plain)
-        return
-    for path in files:
-        with safe_open(path, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if not (is_tied and name == _HEAD):
-                    yield name, tuple(opened.get_slice(name).get_shape())
+    is_tied = outline.is_tied
+    for name, shape in outline.weight_shapes():
+        if not (is_tied and name == _HEAD):
+            yield name, shape

@@ -271,9 +271,9 @@ def chat_line(tools: str | None, reasoning: str | None) -> list[str]:
     ]
 
 
-def warning_lines(problem: str | None) -> list[str]:
-    """Return the line about something that is served and does not work; None: nothing."""
-    return [] if problem is None else [f"  warning          {problem}"]
+def warning_lines(*problems: str | None) -> list[str]:
+    """Return the lines about what does not work or is left out; None: nothing."""
+    return [f"  warning          {each}" for each in problems if each is not None]
 
 
 def _access(settings: ServeSettings) -> str:

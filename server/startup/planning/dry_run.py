@@ -16,7 +16,6 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
-from ropewalk.model_runtime.loading.generation_config import generation_of
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -27,6 +26,7 @@ from ropewalk.model_runtime.loading.model_config import (
     read_outline,
     read_plain_outline,
 )
+from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
@@ -166,7 +166,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
 
     plan, advice = _advised_plan(settings, max(each.max_len for each in deployments), plan_of)
     chats = template.text, template.plain_problem
-    left_out = generation_of(outline).left_out
+    left_out = notes_of(outline)
     return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, *chats, left_out, advice)
 
 
@@ -355,8 +355,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *([] if outlook.advice is None else [f"    does not fit   {outlook.advice}"]),
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
-        *warning_lines(outlook.template_problem),
-        *(line for each in outlook.left_out for line in warning_lines(each)),
+        *warning_lines(outlook.template_problem, *outlook.left_out),
         computing_line(products, attention, has_same_bits=has_same_bits),
         draft_line(settings.max_draft_tokens, is_on_gpu=is_on_gpu, is_exact=has_same_bits),
         f"  memory           {memory}",

@@ -102,3 +102,21 @@ def test_a_block_that_was_added_scales_by_length(
     assert last == Yarn(factor=4.0, original_max_position_embeddings=256)
     static = make_deployment("m", native, DeploymentOptions(rope_policy="fixed"))
     assert [each.profile.scaling for each in static.own_tiers] == [last]
+
+
+def test_a_linear_checkpoint_is_served_to_its_extended_length() -> None:
+    """A longer context needs another block, which the refusal names."""
+    config = {**CONFIG, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    native = native_rope(config)
+    for stated in (None, 1024):
+        deployment = make_deployment("m", native, DeploymentOptions(max_model_len=stated))
+        assert (deployment.max_len, deployment.policy, deployment.rope_type) == (
+            1024,
+            "fixed",
+            "linear",
+        )
+    with pytest.raises(RopeConfigError, match="replaces the linear that the checkpoint was"):
+        make_deployment("m", native, DeploymentOptions(max_model_len=2048))
+    block = {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 256}
+    longer = DeploymentOptions(rope_scaling=block, max_model_len=2048)
+    assert make_deployment("m", native, longer).max_len == 2048

@@ -110,6 +110,9 @@ YARN = {
     [
         ({}, {}),
         ({"llama.rope.scaling.type": "none"}, {}),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0}, {}),
+        ({"llama.rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"llama.rope.scaling.factor": 0.0}, {}),
         ({"llama.rope.scale_linear": 1.0}, {}),
         ({"llama.rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
         (

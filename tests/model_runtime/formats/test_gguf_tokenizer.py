@@ -12,6 +12,7 @@ from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import (
     PRE_TOKENIZERS,
     FileTokenizer,
+    ids_without_token,
     read_tokenizer,
 )
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import load_gguf_tokenizer
@@ -224,3 +225,14 @@ def test_phi_3_strips_spaces_after_special_tokens(tmp_path: Path, name: str | No
     got = backend.encode("<|user|>\n a", add_special_tokens=False).ids
     is_stripped = name == "phi-3-mini"
     assert (got == [ids["<|user|>"], ids["\u2581a"]]) == is_stripped
+
+
+def test_an_id_that_names_no_token_is_left_out(tmp_path: Path) -> None:
+    """llama.cpp warns of it, and goes on; converters write -1 for what a vocabulary lacks."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("padding", "seperator", "eot")]
+    plain = tokenizer_of(tmp_path / "p.gguf", byte_vocabulary(300))
+    metadata = {**byte_vocabulary(300), **dict.fromkeys(keys, 2**32 - 1)}
+    found = tokenizer_of(tmp_path / "t.gguf", metadata)
+    assert (found.special_tokens, found.end_ids) == (plain.special_tokens, plain.end_ids)
+    told = [f"{key} 4294967295" for key in keys]
+    assert ids_without_token(read_gguf(tmp_path / "t.gguf")) == told

@@ -16,7 +16,7 @@ from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import checkpoint_of, tiny_checkpoint
-from tests.models_page import NOT_TRIED, REFUSED, SERVED
+from tests.models_page import NOT_TRIED, REFUSED, SERVED, WITH_TOWERS
 
 
 def has_rotation(architecture: str) -> bool:
@@ -37,7 +37,7 @@ def test_every_decoder_with_rotation_is_on_a_list() -> None:
     rotating = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_rotation(name)}
     assert rotating - set(listed) == set()
     # GPT-2 shows the refusal of a model without rotation.
-    assert set(listed) - rotating <= {"gpt2"}
+    assert set(listed) - rotating <= {"gpt2", *WITH_TOWERS}
 
 
 @pytest.mark.sampled

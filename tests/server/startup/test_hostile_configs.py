@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoConfig
 
 from ropewalk.model_runtime.formats.config_limits import impossible
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, INDEX, SINGLE
+from ropewalk.model_runtime.loading.files.folder_files import INDEX, SINGLE
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.plain_config import PLAIN_TYPES, text_values
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written
