@@ -229,12 +229,8 @@ def _load_gguf(
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
     weights, activations = how
-    from ropewalk.model_runtime.formats.gguf.gguf_file import (  # noqa: PLC0415  # only for such a file
-        read_gguf,
-    )
-    from ropewalk.model_runtime.formats.gguf.gguf_sizes import (  # noqa: PLC0415
-        num_parameters,
-    )
+    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters  # noqa: PLC0415
     from ropewalk.model_runtime.loading.files.gguf_checkpoint import (  # noqa: PLC0415
         load_gguf_model,
         load_gguf_tokenizer,
