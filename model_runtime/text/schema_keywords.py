@@ -71,8 +71,10 @@ _NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
 # Keywords that do nothing without another one.
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-# Each escape, so that the parts behind it are not read as another, and each look-around.
-_ESCAPES_AND_LOOKS = re.compile(r"\\(.)|\(\?<?[=!]", re.DOTALL)
+_PATTERNS = {"pattern", "patternProperties"}
+# Each escape, so that the parts behind it are not read as another, each look-around, and classes
+# that the library does not keep (`schema_rewrite.py`).
+_ESCAPES_AND_LOOKS = re.compile(r"\\(.)|\(\?<?[=!]|\[:(?:cntrl|\^\w+):\]", re.DOTALL)
 
 
 def kept_schema(
@@ -210,8 +212,8 @@ def _not_kept(keyword: str, schema: Mapping[str, Any]) -> str:
         told = "is not supported"
     elif keyword == "format" and value in REFUSED_FORMATS:
         told = f"must be one of {', '.join(sorted(FORMATS))}. Given: {value}"
-    elif keyword == "pattern" and _looks_around(value):
-        told = "must have no look-around, word ends or back-references"
+    elif keyword in _PATTERNS and any(map(_is_beyond_grammars, _texts(value))):
+        told = r"must have no look-around, \b, back-references, [:cntrl:] or [:^...:]"
     elif keyword == "minProperties":
         # A grammar does not detect repeated names.
         if value > max(1, len(set(schema.get("required", ())))):
@@ -221,8 +223,12 @@ def _not_kept(keyword: str, schema: Mapping[str, Any]) -> str:
     return told
 
 
-def _looks_around(pattern: str) -> bool:
-    """Return whether a pattern depends on other text: look-around, word ends, back-references."""
+def _texts(value: str | Mapping[str, Any]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _is_beyond_grammars(pattern: str) -> bool:
+    """Return whether a pattern depends on other text, or has all control characters in a class."""
     found = _ESCAPES_AND_LOOKS.finditer(pattern)
     return any(each[1] is None or each[1] in "bB123456789" for each in found)
 

@@ -17,8 +17,13 @@ _STEP = 1e-9  # the same of another integer
 # It reads these as nothing in a string, because `\u` is not allowed there.
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 # A class that has all control characters gets quotes and backslashes, too. So no class has NUL.
-# The groups are NUL, another escape, and behind [^ a character that means more at the start.
-_CLASSES = re.compile(r"(\\(?:x00|u0000|U0{8}|[xuU]\{0+\})|\x00)|(\\.)|\[\^([\]-]?)", re.DOTALL)
+# The groups are NUL, a class by its name, another escape, and behind [^ a character that means more
+# at the start.
+_CLASSES = re.compile(
+    r"(\\(?:x00|u0000|U0{8}|[xuU]\{0+\})|\x00)|(\\[pP](?:\{[^}]*\}|\w))|(\\.)"
+    r"|\[\^([\]-]?)",
+    re.DOTALL,
+)
 # Of formats it keeps neither total lengths, nor which years have a 29 February, and it allows a
 # second 60 in every minute.
 _LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00"
@@ -90,9 +95,11 @@ def _inwards(bound: float, side: int) -> float:
 
 def _exclude(schema: dict[str, Any], keyword: str, side: int) -> None:
     """Replace an excluded integer by an allowed bound, if the library may allow the integer."""
-    bound = schema[keyword]
-    if bound * side < 0 or not float(bound).is_integer():
+    if not float(schema[keyword]).is_integer():
         return
+    bound = int(schema[keyword])
+    if bound * side < 0 and abs(bound) < _LARGEST:
+        return  # the library excludes it, as 1 of [0.5, 1)
     del schema[keyword]
     step = _STEP if 0 < abs(bound) <= 10**6 else _LEAST if bound == 0 else 1
     inner = _inwards(bound + side * step, side)
@@ -105,8 +112,11 @@ def without_nul(pattern: str) -> str:
     """Return a pattern whose classes have no NUL, which no string of an answer has."""
 
     def written(found: re.Match[str]) -> str:
-        if found[1]:
+        nul, named, escape, first = found.groups()
+        if nul:
             return r"\x01"
-        return found[2] or r"[^\x00" + (f"\\{found[3]}" if found[3] else "")
+        if named:
+            return rf"[{named}--\x00]"
+        return escape or r"[^\x00" + (f"\\{first}" if first else "")
 
     return _CLASSES.sub(written, pattern)
