@@ -3,7 +3,6 @@
 A text states what is accepted. The caller puts the name in front and the given value behind.
 """
 
-import difflib
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-_MAX_NAME = 64  # characters of a misspelt name that are compared; a client may send a long one
-_MIN_LIKENESS = 0.7  # of two names, as difflib measures it; less suggests `rope` for `prompt`
+_MAX_NAME = 64  # characters of a misspelt name that is compared; a client may send a long one
 _QUOTED = re.compile(r"'([^']*)'")
 
 # pydantic's error type -> our text, where it depends on nothing
@@ -75,14 +73,35 @@ def choices(problem: Mapping[str, Any]) -> list[str]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known name, with a space before it; empty if none is."""
-    if not isinstance(name, str):
+    """Return a sentence with the name that is misspelt, and a space before it; empty if none is.
+
+    A wrong suggestion is worse than none, so few letters may differ, and one name is the nearest.
+    """
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
         return ""
-    names = sorted(known)
-    close = difflib.get_close_matches(name[:_MAX_NAME], names, 1, _MIN_LIKENESS)
-    # `type` for `rope_type`
-    close += [each for each in names if each.count("_") == 1 and name in each.split("_")]
-    return f" Did you mean `{close[0]}`?" if close else ""
+    num_wrong = min(len(name) // 4, max(2, len(name) // 7))
+    asked = name.lower().replace("-", "_")
+    near: dict[int, list[str]] = {}
+    for each in known:
+        if abs(len(each) - len(name)) <= num_wrong:
+            near.setdefault(_edits(asked, each.lower().replace("-", "_")), []).append(each)
+    least = min(near, default=num_wrong + 1)
+    return (
+        f" Did you mean `{near[least][0]}`?" if least <= num_wrong and len(near[least]) == 1 else ""
+    )
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters, added, left out, changed or swapped, make one name the other."""
+    before, row = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        last, before, row = before, row, [i]
+        for j, wanted in enumerate(other, start=1):
+            is_same = letter == wanted
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (not is_same)))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
 
 
 def counted(number: int, noun: str) -> str:

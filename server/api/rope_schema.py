@@ -1,7 +1,7 @@
 """The `rope` object: what a request asks for, and what an answer had."""
 
-from collections.abc import Iterator
-from typing import Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -44,6 +44,8 @@ class PositionsField(Body):
 
 class RopeField(Body):
     """The `rope` object of a request. That of an answer may be sent back unchanged."""
+
+    instead: ClassVar[Mapping[str, str]] = {"type": "`rope_type`"}  # transformers' older name
 
     rope_type: str | None = Field(None, max_length=32, examples=["yarn"])
     """A method of docs/rope.md that the operator allows. If `default` is not allowed, the server

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from ropewalk.server.settings.foreign_fields import REAL_FIELDS, written_instead
 from ropewalk.server.wording import did_you_mean
 
 # Unknown fields, or entries of an object, that are reported: a million of errors take seconds.
@@ -186,14 +187,14 @@ class Body(BaseModel):
                 yield name, cls._instead_of(name) or _not_served(values, value[name])
         if not value.keys() <= cls.known:
             for name in islice((name for name in value if name not in cls.known), _MAX_NAMES):
-                hint = did_you_mean(name, cls.known)
+                hint = "" if name in REAL_FIELDS else did_you_mean(name, cls.known)
                 told = f"is not a field of this body, remove it{hint and '.'}{hint}"
                 yield name[:_MAX_NAME], cls._instead_of(name) or told
 
     @classmethod
     def _instead_of(cls, name: str) -> str | None:
         """Return the words for a field that another one replaces; None if none does."""
-        instead = cls.instead.get(name)
+        instead = cls.instead.get(name) or written_instead(name, cls.known)
         return f"is not supported, use {instead}" if instead else None
 
 

@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS, Limit
+from ropewalk.rope import ROPE_TYPES
 from ropewalk.server.strict_json import TwiceError, object_of
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
@@ -79,6 +80,9 @@ def _from_json(value: Any) -> Any:
     except TwiceError as error:
         raise ValueError(f"must have each key once ({error.name!r} is given twice)") from error
     except json.JSONDecodeError as error:
+        if value in (*ROPE_TYPES, "none"):  # llama.cpp's --rope-scaling
+            told = 'must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}'
+            raise ValueError(told) from error
         raise ValueError(f"must be JSON (the mistake is at character {error.pos + 1})") from error
 
 

@@ -7,7 +7,7 @@ import click
 
 from ropewalk.server.settings.fields import Section, unit_of
 from ropewalk.server.settings.problems import variable_of
-from ropewalk.server.settings.translation import translated, unknown_flag
+from ropewalk.server.settings.translation import translated
 from ropewalk.server.wording import HelpCommand
 
 
@@ -26,11 +26,7 @@ class SettingsCommand(HelpCommand):
         """Parse the arguments after those of other servers have been translated."""
         if ctx.resilient_parsing:  # a shell completes the line, so it may be wrong yet
             return super().parse_args(ctx, args)
-        params = self.get_params(ctx)
-        try:
-            return super().parse_args(ctx, translated(args, params))
-        except click.NoSuchOption as error:
-            raise unknown_flag(error, params) from error
+        return super().parse_args(ctx, translated(args, self.get_params(ctx)))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order of the settings, then the other options."""

@@ -55,8 +55,11 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
         *("--top-k", "--top-p", "--min-p", "--repeat-penalty"),
     ),
     "A request sets `max_tokens`. --override-generation-config '{\"max_new_tokens\": 512}' bounds "
-    "it.": ("--predict", "--n-predict", "-n"),
-    "A request sets `seed`; without one it gets a random seed.": ("--seed", "-s"),
+    "it.": (*("--predict", "--n-predict", "-n", "--max-tokens", "--max-new-tokens"),),
+    "A request sets `chat_template_kwargs`; --allowed-chat-template-kwargs says which.": (
+        *("--chat-template-kwargs", "--default-chat-template-kwargs"),
+    ),
+    "A request sets `seed`; without one it gets a random seed.": ("--seed", "-s", "--random-seed"),
     "Prefix caching is always on.": (
         *("--enable-prefix-caching", "--no-enable-prefix-caching", "--disable-radix-cache"),
         *("--cache-prompt", "--no-cache-prompt", "--cache-reuse"),

@@ -99,6 +99,8 @@ def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
         # With their defaults, so that contradictions between the others are told, too.
         defaults = {name: ServeSettings.model_fields[name].default for name in wrong}
         settings = ServeSettings(**{**values, **defaults})
+        if "deployments" in wrong:  # one that is wrong excludes the others' settings all the same
+            problems += _beside_deployments(settings)
     problems += [told for told in _contradictions(settings) if not wrong & set(_WORD.findall(told))]
     if problems:
         raise SettingsError("\n".join(problems))
@@ -172,13 +174,18 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     yield from _replica_contradictions(settings)
     if settings.deployments is None:
         return
+    yield from _beside_deployments(settings)
+    yield from _names_given_again("deployments", [entry.name for entry in settings.deployments])
+
+
+def _beside_deployments(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each setting that deployments have, beside a list of them."""
     for name in ("served_model_name", *DeploymentSettings.model_fields):
         if getattr(settings, name) is not None:
             yield (
                 f"{name} and deployments exclude each other: each of the deployments has its own, "
                 f"got {getattr(settings, name)!r}"
             )
-    yield from _names_given_again("deployments", [entry.name for entry in settings.deployments])
 
 
 def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ropewalk.server.settings.fields import Section
+from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.settings.request_sections import KeyEntry
 from ropewalk.server.settings.sections import DeploymentEntry
 from ropewalk.server.wording import accepted, choices, did_you_mean
@@ -21,6 +22,8 @@ _LISTS: dict[int | str, tuple[str, type[Section]]] = {
     "keys": ("a key", KeyEntry),
 }
 _SECRETS = {"router_key", "kv_store"}
+# Fields of a rope block, as people write them beside it.
+_OF_ROPE_SCALING = {"positions", "factor", "rope_type", "original_max_position_embeddings"}
 _NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then something else
 
 
@@ -48,8 +51,19 @@ class Sources:
 
 
 def unknown_setting(name: str, place: object, known: Collection[str]) -> str:
-    hint = did_you_mean(name, known) or " `ropewalk serve --help` lists the settings."
+    hint = _hint(name, known) or " `ropewalk serve --help` lists the settings."
     return f"{name} in {place} is not a setting of ropewalk.{hint}"
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """Return a sentence about an unknown setting, with a space before it; empty: there is none."""
+    if name in _OF_ROPE_SCALING and "rope_scaling" in known:
+        return f" It belongs inside rope_scaling: {{{name}: ...}}."
+    flag = f"--{name.replace('_', '-')}"
+    ours = ALIASES.get(flag, "")
+    if ours in known:
+        return f" It is {ours} here."
+    return f" {REFUSED[flag]}" if flag in REFUSED else did_you_mean(name, known)
 
 
 def value_problems(error: ValidationError, sources: Sources) -> list[str]:
@@ -62,7 +76,7 @@ def _sentence(problem: Mapping[str, Any], sources: Sources) -> str:
     if problem["type"] == "extra_forbidden":
         kind, entry = _LISTS[loc[0]]
         known = list(entry.model_fields)
-        hint = did_you_mean(loc[-1], known) or f" It has {', '.join(known)}."
+        hint = _hint(str(loc[-1]), known) or f" It has {', '.join(known)}."
         where = "".join(f"{part}: " for part in _place(loc[:-1], sources))
         return f"{where}{loc[-1]} is not a setting of {kind} {origin}.{hint}"
     where = "".join(f"{part}: " for part in _place(loc, sources))

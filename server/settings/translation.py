@@ -1,6 +1,7 @@
 """Translation of a command line that was written for another server."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 import click
@@ -11,13 +12,15 @@ from ropewalk.server.wording import did_you_mean
 
 _NAME_FLAG = "--served-model-name"
 _MODEL = "--model"  # stands for the argument MODEL
+_FLAG = re.compile("-.")
+_NUMBER = re.compile(r"-[0-9.]+")  # a value, not a flag
 
 
 def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
     """Return the arguments with the flags of `params` instead of foreign ones of the same meaning.
 
-    Raises click.UsageError with a sentence for each foreign flag that has none, and if several
-    names follow --served-model-name.
+    Raises click.UsageError with a sentence for each flag that is none of ours, and if several names
+    follow --served-model-name.
     """
     takes_value = {
         flag: not param.is_flag
@@ -46,19 +49,24 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
         elif own is not None and own != _MODEL:
             ours.append(f"{own}{equals}{value}")
             ours += _next(left) if takes_value[own] and not equals else []
-        elif flag in REFUSED:
-            problems.append(f"No such option {flag}: {_uncapitalised(REFUSED[flag])}")
+        elif _FLAG.match(arg) and not (was_value and _NUMBER.fullmatch(arg)):
+            problems.append(_refusal(flag, takes_value))
             is_value = not equals
         else:
-            if arg.startswith("-"):
-                is_value = not equals
-            elif not was_value:
+            if not was_value:
                 models.insert(0, arg)
             ours.append(arg)
     problems += list(_several_names(ours)) or _several_models(models)
     if problems:
         raise click.UsageError("\n".join(dict.fromkeys(problems)))
     return ours
+
+
+def _refusal(flag: str, own: Collection[str]) -> str:
+    """Return the sentence about a flag that is none of ours."""
+    if flag in REFUSED:
+        return f"No such option {flag}: {_uncapitalised(REFUSED[flag])}"
+    return f"No such option {flag}.{did_you_mean(flag, own)}"
 
 
 def _own_flag(flag: str, own: Collection[str]) -> str | None:
@@ -69,20 +77,13 @@ def _own_flag(flag: str, own: Collection[str]) -> str | None:
     return named if named in own or named == _MODEL else None
 
 
-def unknown_flag(error: click.NoSuchOption, params: Sequence[click.Parameter]) -> click.UsageError:
-    """Return the error about an unknown flag, with the nearest one of `params` if any is."""
-    flags = [flag for param in params if isinstance(param, click.Option) for flag in param.opts]
-    hint = did_you_mean(error.option_name, flags)
-    return click.NoSuchOption(error.option_name, f"No such option {error.option_name}.{hint}")
-
-
 def _next(left: Iterator[str]) -> list[str]:
     return [each for each in (next(left, None),) if each is not None]
 
 
 def _uncapitalised(sentence: str) -> str:
     """Return a sentence as the part of another; names in capitals or code stay."""
-    return sentence if sentence[:2].isupper() else sentence[0].lower() + sentence[1:]
+    return sentence if sentence[1].isupper() else sentence[0].lower() + sentence[1:]
 
 
 def _several_models(models: Sequence[str]) -> list[str]:

@@ -54,7 +54,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64 prompts. Given: 65"),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
         ('{"max_tokens": 3}', "prompt", "`prompt` is missing"),
-        ('{"prompt": "a", "rope": {"type": "yarn"}}', "rope.type", "Did you mean `rope_type`?"),
+        ('{"prompt": "a", "rope": {"type": "yarn"}}', "rope.type", "use `rope_type`"),
         ('{"prompt": "a", "rope": "yarn"}', "rope", 'must be an object. Given: "yarn"'),
         ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "is not a field"),
         ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),

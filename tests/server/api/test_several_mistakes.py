@@ -45,7 +45,7 @@ def test_all_problems_are_reported_at_once(server: Server) -> None:
     error = post(server, body).json()["error"]
     assert error["message"].split("; ") == [
         "`rope.factor` must be at least 1. Given: 0",
-        "`rope.type` is not a field of this body, remove it. Did you mean `rope_type`?",
+        "`rope.type` is not supported, use `rope_type`",
         "`suffix` is not supported, remove it",
         "`temprature` is not a field of this body, remove it. Did you mean `temperature`?",
     ]

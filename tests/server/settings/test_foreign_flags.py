@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ropewalk.cli import ropewalk
 from ropewalk.server.serve_command import serve
 from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
-from ropewalk.server.settings.load import ServeSettings, load_settings
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.studies.inspection.command import inspect
 from tests.servers.processes import run_here
 from tests.settings_page import foreign_table
@@ -25,6 +25,7 @@ BY_HABIT = (
     *("--disable-log-requests", "--schedule-policy", "--enable-lora", "--hf-overrides"),
     *("--seed", "--generation-config", "--root-path", "--rope-theta", "--swap-space"),
     *("--speculative-config", "--uvicorn-log-level", "--otlp-traces-endpoint"),
+    *("--max-tokens", "--max-new-tokens", "--chat-template-kwargs", "--random-seed"),
 )
 
 
@@ -62,13 +63,27 @@ def test_a_flag_typed_by_habit_is_understood_or_explained(flag: str) -> None:
         assert "Did you mean" not in told
 
 
-def test_all_refused_flags_are_named_at_once() -> None:
-    """Values of theirs are not mistaken for the model."""
+def test_all_wrong_flags_are_named_at_once() -> None:
+    """Values of theirs are not mistaken for the model, or for a flag."""
     told = refusal("x/y", "--swap-space=4", "-ngl", "99", "--enable-prefix-caching")
     assert [line.split(":")[0] for line in told.splitlines()] == [
         *("No such option --swap-space", "No such option -ngl"),
         "No such option --enable-prefix-caching",
     ]
+    told = refusal("--foo", "--bar", "--quantization", "awq", "--temp", "-1", "--lora", "x")
+    wrong = [re.split("[:.]", line)[0].split()[-1] for line in told.splitlines()]
+    assert wrong == ["--foo", "--bar", "--quantization", "--temp", "--lora"]
+
+
+def test_another_servers_spelling_of_rope_scaling_is_told_what_to_write() -> None:
+    """llama.cpp names a method only."""
+    for word in ("yarn", "linear", "none"):
+        with pytest.raises(SettingsError) as error:
+            load_settings(given("--rope-scaling", word))
+        written = '{"rope_type": "yarn", "factor": 4.0}'
+        told = f"rope_scaling: must be a JSON object, such as {written}, got '{word}'"
+        assert str(error.value).startswith(told)
+    load_settings(given("--rope-scaling", written))
 
 
 def test_the_command_line_of_another_server_is_read() -> None:
@@ -104,7 +119,7 @@ def test_a_command_without_the_setting_does_not_know_the_flag() -> None:
     """`inspect` serves nothing, so it has no sequences; the model and its length it has."""
     context = inspect.make_context("inspect", ["-m", "x/y", "-c", "512"])
     assert (context.params["model"], context.params["max_model_len"]) == ("x/y", "512")
-    with pytest.raises(click.NoSuchOption, match="--parallel"):
+    with pytest.raises(click.UsageError, match="No such option --parallel"):
         inspect.make_context("inspect", ["--parallel", "4"])
 
 
@@ -155,13 +170,16 @@ def test_other_words_for_number_types_are_read(
     ("flag", "hint"),
     [
         ("--max-modl-len", " Did you mean `--max-model-len`?"),
-        ("--served-name", " Did you mean `--served-model-name`?"),
+        ("--max_model_len", " Did you mean `--max-model-len`?"),
+        ("--served-name", ""),
+        ("--stream-interval", ""),
+        ("--max-seq-len", ""),
         ("--folder-of-weights", ""),
         ("--wibble", ""),
     ],
 )
 def test_a_misspelt_flag_is_told_the_nearest_one_if_it_is_near(flag: str, hint: str) -> None:
-    """Likeness is measured as for settings; a foreign flag is never the suggestion."""
+    """A flag that lacks a word is no misspelling; a foreign flag is never the suggestion."""
     assert refusal(flag) == f"No such option {flag}.{hint}\n"
 
 

@@ -42,8 +42,8 @@ def _copied(folder: Path, name: str, change: Callable[[str], str]) -> dict[str, 
     return {"model": str(path.parent)}
 
 
-def _stated_in(text: str, **fields: object) -> str:
-    return json.dumps({**json.loads(text), **fields})
+def _stated_in(text: str, name: str, value: object) -> str:
+    return json.dumps({**json.loads(text), name: value})
 
 
 def _layers_of_two_kinds(folder: Path) -> dict[str, object]:
@@ -88,7 +88,7 @@ _REFUSED: Mapping[str, tuple[Callable[[Path], Mapping[str, object]], str]] = {
     ),
     "a special token": (
         lambda folder: _copied(
-            folder, "tokenizer_config.json", lambda text: _stated_in(text, bos_token=5)
+            folder, "tokenizer_config.json", lambda text: _stated_in(text, "bos_token", 5)
         ),
         "Special token bos_token has to be either str or AddedToken but got: <class 'int'>",
     ),
@@ -98,9 +98,7 @@ _REFUSED: Mapping[str, tuple[Callable[[Path], Mapping[str, object]], str]] = {
     ),
     "an end token": (
         lambda folder: _copied(
-            folder,
-            "config.json",
-            lambda text: _stated_in(text, eos_token_id="x"),  # noqa: S106  # no secret
+            folder, "config.json", lambda text: _stated_in(text, "eos_token_id", "x")
         ),
         "Field 'eos_token_id' with value 'x' doesn't match any type",
     ),

@@ -40,7 +40,7 @@ def server() -> Iterator[Scripted]:
             "input",
             "[1].call_id must name a function_call before it",
         ),
-        ({"input": "a", "inputs": 1}, "inputs", "Did you mean `input`?"),
+        ({"input": "a", "inputs": 1}, "inputs", "use `input`"),
         ({"input": "a", "previous_response_id": "r"}, "previous_response_id", "stores no answers"),
         ({"input": "a", "conversation": {"id": "c"}}, "conversation", "stores no answers"),
         ({"input": "a", "background": True}, "background", "Use `stream`"),
