@@ -176,6 +176,10 @@ TARGETS = {
         ("model_runtime/formats/*.py",),
         tuple(f"{_RUNTIME}/formats/test_quantised_{name}.py" for name in ("refusals", "weights")),
     ),
+    "JSON schemas": Target(
+        ("model_runtime/text/schema_*.py",),
+        (f"{_RUNTIME}/text/test_schema_keywords.py",),
+    ),
     "service": Target(
         ("server/api/service.py", "server/api/generation_response.py"),
         tuple(
@@ -187,7 +191,7 @@ TARGETS = {
         ),
     ),
     "schemas": Target(
-        ("server/api/*_schema.py", "server/api/strict_body.py"),
+        ("server/api/*_schema.py", "server/api/strict_body.py", "server/api/parts/*.py"),
         tuple(
             f"{_API}/test_{name}.py"
             for name in (

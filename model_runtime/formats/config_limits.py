@@ -1,4 +1,4 @@
-"""The numbers of a model's config that no model can have.
+"""The values of a model's config that no model can have: numbers, and names that are none.
 
 They are checked before anything is made for each layer, head or token. The limits are far above
 those of any published model, and far below what would fill a machine.
@@ -33,6 +33,14 @@ def impossible(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind, named = values.get("model_type"), values.get("architectures")
+    if not isinstance(kind, str | None):
+        yield "model_type", f"must be a text, got {kind!r}"
+        return
+    if named is not None and not (
+        isinstance(named, list) and all(isinstance(each, str) for each in named)
+    ):
+        yield "architectures", f"must be a list of names, got {named!r}"
     numbers = {name: values[name] for name in _MOST if type(values.get(name)) is int}
     for name, value in numbers.items():
         least = 0 if _may_be_none(name, values) else 1
@@ -45,7 +53,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"must divide num_attention_heads ({num_heads}), got {num_kv_heads}",
         )
     width = numbers.get("hidden_size")
-    is_whole = values.get("model_type") in _WHOLE_HEADS
+    is_whole = kind in _WHOLE_HEADS
     if is_whole and num_heads and width and width % num_heads:
         yield "num_attention_heads", f"must divide hidden_size ({width}), got {num_heads}"
 

@@ -11,6 +11,8 @@ from tokenizers.decoders import DecodeStream
 from ropewalk.model_runtime.errors import ModelError, RequestError
 from ropewalk.model_runtime.text.chat_template import own_templates
 
+_LONGEST_PROBLEM = 200  # characters
+
 
 class Tokenizer:
     """The server's interface to a tokenizer. Thread-safe."""
@@ -84,6 +86,11 @@ class Tokenizer:
             )
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust, as of a pattern that backtracks
+            told = str(error).partition("\n")[0][:_LONGEST_PROBLEM]
+            raise RequestError(f"`{param}` cannot be tokenised: {told}", param=param) from error
         return encoding
 
     def _ids_of(self, encoding: Encoding, *, has_leading: bool) -> list[int]:

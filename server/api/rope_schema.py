@@ -1,7 +1,7 @@
 """The `rope` object: what a request asks for, and what an answer had."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 

@@ -20,6 +20,9 @@ _LONGEST_NAME = 255  # of a file, on common systems
 
 def check_files(folder: Path, *, has_weights: bool) -> None:
     """Raise ModelError that names a missing or broken file, before anything is loaded."""
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(f"{path} must be a file; a pipe, socket or device is not read")
     lacks_weights = has_weights and not _weights(folder)
     if (folder / ADAPTER).is_file() and (lacks_weights or not (folder / "config.json").is_file()):
         raise ModelError(f"{folder} has an adapter without its model: {MERGE}")
@@ -75,10 +78,10 @@ def weight_map_files(index: Path) -> list[str]:
     Raises ValueError, or ModelError if it is nested too deeply.
     """
     found = (read_object(index) or {}).get("weight_map")
-    names: set[Any] = set(found.values()) if isinstance(found, dict) and found else {None}
+    names: list[Any] = list(found.values()) if isinstance(found, dict) and found else [None]
     if not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_NAME for each in names):
         raise ValueError(f"{index} has no weight_map of names")
-    return sorted(names)
+    return sorted(set(names))
 
 
 def check_index(folder: Path) -> None:

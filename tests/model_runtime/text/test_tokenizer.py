@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 
 from ropewalk.model_runtime.errors import RequestError
@@ -74,6 +76,17 @@ def test_a_text_of_too_many_tokens_is_known_by_its_beginning(
     monkeypatch.setattr(tokenizer, "_encoding", counted)
     assert tokenizer.encode_at_most(text, 100) is None
     assert sizes == [200, 800]
+
+
+def test_a_pattern_that_backtracks_refuses_its_text_only() -> None:
+    """The library panics, which is no Exception; the error names the field."""
+    plain = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    plain.backend_tokenizer.pre_tokenizer = Split(Regex(r"(a|aa)+$"), "isolated")
+    tokenizer = Tokenizer(plain)
+    with pytest.raises(RequestError, match=r"`prompt` cannot be tokenised: .*retry-limit") as found:
+        tokenizer.encode("a" * 40 + "b")
+    assert found.value.param == "prompt"
+    assert tokenizer.encode("aaa")
 
 
 def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
