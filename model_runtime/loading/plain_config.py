@@ -364,8 +364,8 @@ def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
 def check_values(path: Path) -> None:
     """Raise ModelError for a number of the config that no model can have, or an older word."""
     values = read_object(path) or {}
-    inner = values.get("text_config")
-    for each in (values, inner if isinstance(inner, dict) else {}):
+    parts = [each for name, each in values.items() if name.endswith("_config")]
+    for each in (values, *(part for part in parts if isinstance(part, dict))):
         found = impossible(each)
         if found is not None:
             raise ModelError(f"{path}: {found[0]} {found[1]}")

@@ -266,7 +266,8 @@ def _file(path: Path, gguf_file: str | None) -> Path:
 
 def _only(folder: Path) -> Path | None:
     """Return the one model of a folder; parts of a split file count once."""
-    found = sorted(path for path in folder.glob("*.gguf") if not path.name.startswith(_PROJECTOR))
+    files = (path for path in folder.glob("*.gguf") if path.is_file())
+    found = sorted(path for path in files if not path.name.startswith(_PROJECTOR))
     if not found:
         return None
     from ropewalk.model_runtime.formats.gguf.gguf_file import first_part  # noqa: PLC0415
