@@ -96,7 +96,7 @@ def test_the_text_of_a_published_form_answers_as_the_whole_model(
     assert note.startswith(f"served for text only: {' and '.join(left_out)} ")
     checkpoint = load_checkpoint(folder)
     assert checkpoint.report.bitwise
-    assert checkpoint.notes == notes_of(outline)
+    assert checkpoint.left_out == notes_of(outline)
     assert outline.native() == checkpoint.native
     assert outline.num_parameters() == num_text_parameters(whole, left_out)
     check_answers_as(whole, checkpoint, engines)
