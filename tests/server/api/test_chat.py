@@ -273,7 +273,7 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "must be none, minimal, low"),
-        ({"thinking": {}}, "thinking", "is not a field of this body"),
+        ({"thinking": {}}, "thinking", "use `reasoning_effort`"),
         ({"store": True}, "store", "must be false, or left out. Given: true"),
         (
             {"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True},
