@@ -106,7 +106,7 @@ def row_of(prompts: Prompts, num_threads: int, rounds: int) -> Row:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--layers", default=8, show_default=True, type=click.IntRange(4), help="Layers.")
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(_PAGE))
 @click.option("--threads", default="1,2", show_default=True, help="Numbers of threads.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Prompts.")
 def main(layers: int, tokens: int, threads: str, rounds: int) -> None:
