@@ -225,7 +225,8 @@ class Allowance:
             verb = "waits" if self._num_waiting == 1 else "wait"
             told = f"{_answers(self._num_waiting)} {of_key} {verb}; at most {most} may"
             if not most:
-                told = f"All answers {of_key} that may run at once are running, and none may wait"
+                running = f"may have {_answers(self._bounds.max_running or 0)} at a time"
+                told = f"The API key {self.name!r} {running} (max_running), and none may wait"
             raise KeyLimitError(
                 f"{told} (max_queued).",
                 Outcome.MAX_QUEUED,

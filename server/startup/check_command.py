@@ -15,9 +15,9 @@ _SETTINGS_FILES = (".yaml", ".yml")
 
 
 @click.command(cls=SettingsCommand)
-@click.argument("source", metavar="[MODEL|FILE]", required=False)
+@click.argument("model", metavar="[MODEL|FILE]", required=False)
 @with_flags(*SECTIONS)
-def check(source: str | None, **flags: Any) -> None:
+def check(model: str | None, **flags: Any) -> None:
     """Show what `ropewalk serve` would serve here, without loading weights.
 
     MODEL is a folder, a GGUF file or a hub id, and FILE a YAML file of settings, as in --config.
@@ -26,11 +26,11 @@ def check(source: str | None, **flags: Any) -> None:
     and a sentence gives the reason.
     """
     stated = given(flags)
-    if source is not None:
-        is_file = source.endswith(_SETTINGS_FILES) or _is_plain_file(source)
+    if model is not None:
+        is_file = model.endswith(_SETTINGS_FILES) or _is_plain_file(model)
         if is_file and "config" in stated:
-            raise click.UsageError(f"name one FILE: {source} or --config {stated['config']}")
-        stated["config" if is_file else "model"] = source
+            raise click.UsageError(f"name one FILE: {model} or --config {stated['config']}")
+        stated["config" if is_file else "model"] = model
     elif not stated:
         raise click.UsageError("name a MODEL or a FILE, as in `config check FILE`")
     with sentences():

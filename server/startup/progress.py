@@ -25,9 +25,10 @@ class LoadingProgress:
         self._phase_began = self._began
         self._kernels: tuple[str, ...] = ()  # being compiled, each one for the one before it
         self._num_compiled = 0
+        self._compiled_s = 0.0  # until the compiler rested last
+        self._compiling_since: float | None = None  # None: it rests
         self._bytes: tuple[int, int] | None = None  # downloaded, and in total
         self._said = 0.0
-        self._compiling_since: float | None = None  # the first kernel
         self._num_kept: Callable[[], int] = lambda: 0
 
     def enter(self, phase: str) -> None:
@@ -37,7 +38,7 @@ class LoadingProgress:
     def finish(self) -> None:
         """Tell how many kernels later starts find, if kernels were compiled."""
         # Only now, because the disk may refuse the last kernel.
-        if self._compiling_since is not None and (num_kept := self._num_kept()):
+        if self._said and (num_kept := self._num_kept()):
             self._say(f"compiled {counted(num_kept, 'kernel')}; later starts reuse them")
 
     def downloaded(self, done: int, total: int) -> None:
@@ -46,21 +47,24 @@ class LoadingProgress:
     def compiling(self, kernel: str) -> None:
         """Note that the compiler has begun a kernel."""
         kernel = kernel.lstrip("_")
-        self._kernels = (*self._kernels, kernel)
         now = time.monotonic()
-        if self._compiling_since is None:
+        if not self._kernels:
             self._compiling_since = now
-            self._say("compiling kernels for this processor")
+        self._kernels = (*self._kernels, kernel)
         if now - self._said < _SECONDS_BETWEEN_LINES:
             return
+        if not self._said:
+            self._say("compiling kernels for this processor")
         self._said = now
-        seconds = now - self._compiling_since
+        seconds = self._compiling_seconds()
         self._say(f"compiling {kernel}; {self._num_compiled} done, {seconds:.0f} s so far")
 
     def compiled(self) -> None:
         """Note that the compiler has finished the kernel that it began last."""
         self._kernels = self._kernels[:-1]
         self._num_compiled += 1
+        if not self._kernels:
+            self._compiled_s, self._compiling_since = self._compiling_seconds(), None
 
     def watch_compiler(self) -> None:
         """Follow numba's compiler; a kernel that is read from its cache is not compiled."""
@@ -92,10 +96,12 @@ class LoadingProgress:
     def as_json(self) -> dict[str, object]:
         """Return the fields of a 503 answer."""
         kernels = self._kernels
+        now = time.monotonic()
+        in_phase = self._compiling_seconds() if kernels else now - self._phase_began
         found: dict[str, object] = {
             "phase": _COMPILING if kernels else self._phase,
-            "seconds": round(self._seconds(), 1),
-            "phase_seconds": round(time.monotonic() - self._phase_began, 1),
+            "seconds": round(now - self._began, 1),
+            "phase_seconds": round(in_phase, 1),
         }
         if (progress := self._bytes) is not None:
             found["bytes_done"], found["bytes_total"] = progress
@@ -105,5 +111,7 @@ class LoadingProgress:
             found["kernel"] = kernels[0]
         return found
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
+    def _compiling_seconds(self) -> float:
+        """Return the seconds in which the compiler has worked."""
+        since = self._compiling_since
+        return self._compiled_s + (0.0 if since is None else time.monotonic() - since)

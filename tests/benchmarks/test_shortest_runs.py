@@ -28,6 +28,7 @@ RUNS = {
     "kv_disk": "MODEL --lengths 256 --starts off",
     "kv_disk_decode": "MODEL --rounds 6",
     "kv_value_steps": "MODEL --tokens 128 --scored-rows 16",
+    "long_bodies": "URL",
     "made_hybrid": "FOLDER/h.gguf --layers 4 --vocabulary 512",
     "made_llama": "FOLDER/l.gguf --shape medium",
     "made_mixture": f"FOLDER/m.gguf {_TINY_MIXTURE}",

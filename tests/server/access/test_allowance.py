@@ -96,6 +96,22 @@ def test_a_full_queue_refuses_and_names_its_bound() -> None:
     run(case())
 
 
+@pytest.mark.parametrize(("most", "answers"), [(1, "1 answer"), (3, "3 answers")])
+def test_a_key_without_a_queue_is_told_how_many_answers_it_may_have(
+    most: int, answers: str
+) -> None:
+    """Nothing waits then, so a count of waiting answers says nothing."""
+
+    async def case() -> None:
+        made = Case(max_running=most, max_queued=0)
+        await made.entering(most)
+        told = rf"^The API key 'alice' may have {answers} at a time \(max_running\), and none may "
+        with pytest.raises(KeyLimitError, match=told):
+            await made.allowance.enter(1, stays)
+
+    run(case())
+
+
 def test_more_answers_than_may_ever_run_are_a_mistake() -> None:
     """Waiting would not help, so the status is not 429."""
 

@@ -100,9 +100,10 @@ def test_a_model_is_checked_as_inspect_shows_it(tmp_path: Path) -> None:
     path.write_text("device: cpu\nkv_cache_tokens: 2048\n")
     ended = CliRunner().invoke(check, [model, "--config", str(path)])
     assert "KV cache         2048 tokens" in ended.stdout
-    ended = CliRunner().invoke(check, ["/no/such/model"])
-    assert ended.exit_code == 2
-    assert "/no/such/model" in ended.stderr
+    for flag in ((), ("--model",), ("-m",)):  # as `serve` takes it
+        ended = CliRunner().invoke(check, [*flag, "/no/such/model"])
+        assert ended.exit_code == 2
+        assert "there is no folder /no/such/model" in ended.stderr
 
 
 _ENTRIES = {

@@ -98,6 +98,28 @@ def test_kernels_are_named_while_they_are_compiled() -> None:
     ]
 
 
+def test_only_the_seconds_of_the_compiler_count_as_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Imports before the first kernel, and what runs between two of them, are no compilation."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    said: list[str] = []
+    progress = LoadingProgress(said.append)
+    now += 8
+    progress.compiling("trial")
+    assert said[-1] == "compiling trial; 0 done, 0 s so far"
+    now += 3
+    found = progress.as_json()
+    assert (found["seconds"], found["phase_seconds"]) == (11, 3)
+    progress.compiled()
+    now += 20
+    progress.compiling("attend")
+    now += 2
+    progress.compiling("read")
+    assert said[-1] == "compiling read; 1 done, 5 s so far"
+
+
 def test_only_our_kernels_are_counted() -> None:
     """numba compiles helpers of its own for them, and other packages may use numba."""
     progress = LoadingProgress()
