@@ -16,6 +16,8 @@ from tests.doubles.tokens import byte_tokenizer_fast
 
 # Those of tests/models_page.py whose plan in transformers is one of columns and rows.
 DIVIDED = (
+    *("cohere2_vision", "exaone4_5", "idefics3", "internvl", "llava", "llava_next"),
+    *("llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "smolvlm", "voxtral"),
     *("apertus", "arcee", "cohere", "cohere2", "cohere_compass_text", "cwm", "ernie4_5"),
     *("exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_unified"),
     *("gemma4_unified_text", "gpt_neox", "granite", "helium", "hyperclovax", "internlm3"),
@@ -41,6 +43,9 @@ def overrides_of(architecture: str, **values: Any) -> dict[str, Any]:
     values = {**SHAPE, **values}
     if "layer_types" in nested:
         values.setdefault("layer_types", ["sliding_attention", "full_attention"])
+    block = nested.get("rope_parameters", {})
+    if "mrope_section" in block:
+        values.setdefault("rope_parameters", {**block, "mrope_section": [1, 1, 2]})
     if "activation_sparsity_pattern" in nested:
         values.setdefault("activation_sparsity_pattern", [0.0, 0.0])
     return {"text_config": {**nested, **values}} if "text_config" in special else values
