@@ -25,7 +25,7 @@ WITH_TOWERS = (
     "lfm2_vl", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "qwen2_5_vl",
     "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
 )  # fmt: skip
-SERVED = (
+SERVED = tuple(sorted((
     *WITH_TOWERS,
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5",
@@ -39,7 +39,7 @@ SERVED = (
     "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
     "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
-)  # fmt: skip
+)))  # fmt: skip
 REFUSED = (
     "axk2", "bailing_hybrid", "bamba", "beam", "codegen", "deepseek_v32", "deepseek_v4",
     "diffllama", "doge", "dots3_note_text", "falcon", "falcon_h1", "glm_moe_dsa", "gpt2",
@@ -210,7 +210,7 @@ def main() -> None:
     """Write the page to standard output."""
     warnings.simplefilter("ignore")
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    sys.stdout.write(page([outcome(name) for name in (*sorted(SERVED), *REFUSED)]))
+    sys.stdout.write(page([outcome(name) for name in (*SERVED, *REFUSED)]))
 
 
 if __name__ == "__main__":
