@@ -221,7 +221,10 @@ def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | 
 
 def _stated_type(block: Mapping[str, Any]) -> Any:
     """Return the type in the block, whatever it is. Raises RopeConfigError for two."""
-    names = {block[key] for key in ("rope_type", "type") if isinstance(block.get(key), str)}
+    stated = [block[key] for key in ("rope_type", "type") if block.get(key) is not None]
+    if not all(isinstance(each, str) for each in stated):
+        return rope_type_of(block)
+    names = set(stated)
     names -= {older for older, newer in _NEWER_NAMES.items() if newer in names}
     return names.pop() if len(names) == 1 else rope_type_of(block)
 

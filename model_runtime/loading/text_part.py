@@ -59,9 +59,11 @@ def _refuse_other_work(config: Any) -> None:
 
 def _whole_class(config: Any) -> Any:
     """Return the class of a model with parts beside its text decoder; None for other models."""
-    if config.get_text_config() is config or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+    kind = type(config)
+    is_known = kind.__module__.startswith("transformers.")  # a checkpoint's own code may be alike
+    if config.get_text_config() is config or not is_known:
         return None
-    return MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
 
 
 def _has_text_class(config: Any) -> bool:

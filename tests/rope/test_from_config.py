@@ -185,8 +185,8 @@ def test_the_older_name_of_a_type_may_stand_beside_the_newer() -> None:
     plain = native_rope({**CONFIG, "rope_scaling": {"rope_type": "longrope", **lists}})
     block = {"type": "su", "rope_type": "longrope", **lists}
     assert native_rope({**CONFIG, "rope_scaling": block}).method == plain.method
-    for older, newer in (("su", "default"), ("mrope", "yarn"), ("default", "linear")):
-        with pytest.raises(RopeConfigError, match=f"says '{newer}', type '{older}'"):
+    for older, newer in (("su", "default"), ("mrope", "yarn"), ("default", "linear"), (3, "yarn")):
+        with pytest.raises(RopeConfigError, match=f"says '{newer}', type {older!r}"):
             native_rope({**CONFIG, "rope_scaling": {"type": older, "rope_type": newer}})
 
 

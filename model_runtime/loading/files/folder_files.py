@@ -20,7 +20,7 @@ _LONGEST_NAME = 255  # of a file, on common systems
 
 def check_files(folder: Path, *, has_weights: bool) -> None:
     """Raise ModelError that names a missing or broken file, before anything is loaded."""
-    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ModelError(f"{path} must be a file; a pipe, socket or device is not read")
     lacks_weights = has_weights and not _weights(folder)
