@@ -266,7 +266,7 @@ def _file(path: Path, gguf_file: str | None) -> Path:
 
 def _only(folder: Path) -> Path | None:
     """Return the one model of a folder; parts of a split file count once."""
-    files = (path for path in folder.glob("*.gguf") if path.is_file())
+    files = (path for path in folder.glob("*.gguf") if path.is_file() or path.is_dir())
     found = sorted(path for path in files if not path.name.startswith(_PROJECTOR))
     if not found:
         return None
