@@ -26,7 +26,11 @@ class SettingsCommand(HelpCommand):
         """Parse the arguments after those of other servers have been translated."""
         if ctx.resilient_parsing:  # a shell completes the line, so it may be wrong yet
             return super().parse_args(ctx, args)
-        return super().parse_args(ctx, translated(args, self.get_params(ctx)))
+        return super().parse_args(ctx, translated(args, self.get_params(ctx), self.elsewhere))
+
+    def elsewhere(self, flag: str) -> str | None:  # noqa: ARG002  # a group's commands know
+        """Return the sentence about a flag of another command; None if no command has it."""
+        return None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order of the settings, then the other options."""

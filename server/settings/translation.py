@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import click
 
@@ -16,8 +16,14 @@ _FLAG = re.compile("-.")
 _NUMBER = re.compile(r"-[0-9.]+")  # a value, not a flag
 
 
-def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
+def translated(
+    args: Sequence[str],
+    params: Sequence[click.Parameter],
+    elsewhere: Callable[[str], str | None] = lambda _: None,
+) -> list[str]:
     """Return the arguments with the flags of `params` instead of foreign ones of the same meaning.
+
+    `elsewhere` returns the sentence about a flag of another command; None: no command has it.
 
     Raises click.UsageError with a sentence for each flag that is none of ours, and if several names
     follow --served-model-name.
@@ -50,7 +56,7 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
             ours.append(f"{own}{equals}{value}")
             ours += _next(left) if takes_value[own] and not equals else []
         elif _FLAG.match(arg) and not (was_value and _NUMBER.fullmatch(arg)):
-            problems.append(_refusal(flag, takes_value))
+            problems.append(elsewhere(flag) or _refusal(flag, takes_value))
             is_value = not equals
         else:
             if not was_value:
