@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ropewalk.model_runtime.deployments.deployment import Placement
@@ -39,7 +39,9 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from logits of tokens generated before
     frequency_penalty: float = 0.0  # subtracted once per earlier generation of a token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
-    allowed: bytes | None = None  # a bit for each token that may come, lowest first; None: all
+    # A bit for each token that may come, lowest first; None: all. Recorded runs of eval have the
+    # repr of what they ask for as their keys, and never set this.
+    allowed: bytes | None = field(default=None, repr=False)
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
     # The stop strings that stay in the text, as end tokens then do; None: neither stays.
