@@ -208,7 +208,7 @@ def test_the_engines_own_work_is_bounded_by_the_sequences(
     for batch in (1, 4, 12):
         core = decoding(llama_checkpoint, Silent(llama_checkpoint, "x"), batch, num_prompt)
         calls[batch] = Calls().of(core, batch)
-    assert calls[1] <= 120
+    assert calls[1] <= 125
     assert (calls[4] - calls[1]) / 3 <= 30
     assert (calls[12] - calls[4]) / 8 <= 30
 
