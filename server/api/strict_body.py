@@ -239,8 +239,8 @@ def _first_mistakes(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         title = error.title
     while len(lines) < _MAX_NAMES and start < len(value):
         try:
-            handler(value[start:])
-            break
+            handler(value[start : start + _PIECE])
+            start += _PIECE
         except ValidationError as error:
             if not all(each["loc"] for each in error.errors()):
                 break  # a limit of the whole list, which its rest does not tell

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # An answer waits about ten times for the interpreter, which a load, or the parsing of a long body,
 # holds this long at a time (bar its long steps). Python's default is 0.005.
-_SWITCH_S = 0.001
+_SWITCH_S = 0.0002
 
 
 def serve_model(

@@ -324,8 +324,8 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
             slowest = max(slowest, time.monotonic() - began)
             time.sleep(0.02)
-    # One of them is larger than a body may be.
-    assert {each.result() for each in answers} == {200, 400, 413}
+    # One of them is larger than a body may be, and then than the longest context.
+    assert {each.result() for each in answers} == {200, 400}
     assert slowest < QUICK_S
 
 
