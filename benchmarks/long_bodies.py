@@ -1,4 +1,4 @@
-"""What the largest bodies do to other clients: `python -m benchmarks.long_bodies URL`.
+"""Measure the largest bodies beside other clients: `python -m benchmarks.long_bodies URL`.
 
 A running server gives one stream all the time, and its `/health` is asked every 10 ms. Meanwhile
 another process sends one large body of each kind. The table has the longest gap between two tokens

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
@@ -68,7 +69,7 @@ from ropewalk.model_runtime.probing.untouched import (
     original_structure,
     text_ids_of,
 )
-from ropewalk.model_runtime.runner.backends import has_cpu_kernels, has_gpu_kernels
+from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
@@ -162,10 +163,7 @@ def load_checkpoint(
         if division is not None and model_config.stored is None:
             read_type = division.read_dtype(getattr(model_config.config, "dtype", None), read_type)
         model = _load_model(
-            model_config,
-            read_type,
-            trust_remote_code=trust_remote_code,
-            keeps_bits=keeps_bits,
+            model_config, read_type, trust_remote_code=trust_remote_code, keeps_bits=keeps_bits
         )
         model = _placed(model, number_type, where, division)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""What an operator should know about a checkpoint's files: what of them is not used."""
+"""Sentences for an operator about the parts and values of a checkpoint that are not used."""
 
 from pathlib import Path
 

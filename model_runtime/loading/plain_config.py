@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.config_limits import impossible
-from ropewalk.model_runtime.gpu_nodes import GPU_NODES, is_there
+from ropewalk.model_runtime.gpu_nodes import GPU_NODES, has_gpu_kernels, is_there
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.state_shape import StateShape
 
@@ -344,8 +344,7 @@ def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
 
 def refuse_states_elsewhere(name: str, values: Mapping[str, Any], device: Any) -> None:
     """Raise ModelError for a model with states on a device without kernels for them."""
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    if device.type != "cpu" and not has_triton and state_shapes(values):
+    if device.type != "cpu" and not has_gpu_kernels(device) and state_shapes(values):
         raise ModelError(
             f"{name} has layers that keep a state of each sequence, which are served on a CPU, or "
             f"on a CUDA device if triton is installed, got device {device}"

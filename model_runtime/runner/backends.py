@@ -4,7 +4,6 @@ Each backend is imported only for its device. A machine with a GPU needs no work
 """
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 import torch
 
@@ -20,6 +19,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.model_runtime.state_shape import StateShape
@@ -37,11 +37,6 @@ def cpu_fault() -> str | None:
     except ImportError as error:  # versions beside each other that numba does not accept
         return f"{type(error).__name__}: {error}"
     return kernel_fault()
-
-
-def has_gpu_kernels(device: torch.device) -> bool:
-    """Return whether the kernels that triton compiles serve the device."""
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def state_kernels_for(device: torch.device) -> StateKernels | None:

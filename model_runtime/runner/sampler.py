@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
-from ropewalk.model_runtime.runner.backends import has_gpu_kernels
 from ropewalk.model_runtime.runner.bad_words import BARRED, single_tokens
 from ropewalk.model_runtime.runner.penalties import SeenTokens, penalise
 from ropewalk.model_runtime.runner.ranked_draw import (

@@ -54,7 +54,7 @@ class Tokenizer:
         A text that begins with these tokens itself has them once. Raises RequestError, which names
         the request's field `param`, for invalid Unicode.
         """
-        encoding = self._encoding(text, add_special_tokens, param)
+        encoding = self._encoding(text, param, adds_special=add_special_tokens)
         return self._ids_of(encoding, has_leading=add_special_tokens)
 
     def encode_at_most(
@@ -67,23 +67,21 @@ class Tokenizer:
         size = 2 * most
         while size < len(text):
             # The cut may be inside a word, so a beginning has to exceed the limit by a margin.
-            beginning = self._encoding(text[:size], add_special_tokens, param)
+            beginning = self._encoding(text[:size], param, adds_special=add_special_tokens)
             if len(beginning) > most + most // 4 + self.longest_token:
                 return None
             size *= 4
-        encoding = self._encoding(text, add_special_tokens, param)
+        encoding = self._encoding(text, param, adds_special=add_special_tokens)
         if len(encoding) > most:
             return None
         return tuple(self._ids_of(encoding, has_leading=add_special_tokens))
 
-    def _encoding(self, text: str, add_special_tokens: bool, param: str) -> Encoding:  # noqa: FBT001
+    def _encoding(self, text: str, param: str, *, adds_special: bool) -> Encoding:
         """Encode a text. Raises RequestError for invalid Unicode."""
         try:
             # Of the library's calls, only those of a batch leave the interpreter to other threads.
             # This one also computes no offsets, and takes two thirds of the time.
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special)
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
         except (KeyboardInterrupt, SystemExit):

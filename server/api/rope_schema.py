@@ -65,16 +65,16 @@ class RopeField(Body):
     """`by_position`, `grow`, `grow-exact` or `fixed` (docs/rope.md#policies). `pinned` is another
     name of `grow`. Under `fixed`, a `factor` selects the same tier at every length."""
     requested_factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
-    """Of an answer that is sent back: at most `factor`. If `rescaled` is there, it is the factor of
-    the request under every policy but `fixed`."""
+    """A factor of an answer that is sent back, at most `factor`. If `rescaled` is there, it is the
+    factor of the request under every policy but `fixed`."""
     original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64, examples=[256])
-    """Of an answer that is sent back: the deployment's own length."""
+    """The deployment's own length, in an answer that is sent back."""
     rescaled: int | None = Field(None, ge=0, le=INT64, examples=[0])
-    """Of an answer that is sent back: chooses nothing by itself."""
+    """A number of an answer that is sent back; it chooses nothing by itself."""
     ended_by: Literal["tier", "max_model_len"] | None = None
-    """Of an answer that is sent back: ignored."""
+    """A field of an answer that is sent back; it is ignored."""
     beyond_trained_length: bool | None = None
-    """Of an answer that is sent back: ignored."""
+    """A field of an answer that is sent back; it is ignored."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield an exact factor that is missing, and one that the reported one is below."""

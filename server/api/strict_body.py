@@ -250,7 +250,7 @@ def _first_mistakes(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _shifted(error: ValidationError, start: int) -> tuple[list[InitErrorDetails], int]:
-    """Return the problems of one item of a list without its first items, and the next index."""
+    """Return the problems of a list without its first items, and the index behind the first one."""
     lines = _details(error)
     for line in lines:
         line["loc"] = (start + int(line["loc"][0]), *line["loc"][1:])
@@ -269,9 +269,7 @@ def _in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             handler(value[start : start + _PIECE])
         except ValidationError as error:
-            lines = _details(error)
-            for line in lines:
-                line["loc"] = (start + int(line["loc"][0]), *line["loc"][1:])
+            lines, _ = _shifted(error, start)
             raise ValidationError.from_exception_data(error.title, lines) from None
     return value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ropewalk.server.strict_json import object_of
 
-_PIECE = 16384  # characters, bytes or names; a call for so many takes a millisecond or two
+_PIECE = 16384  # characters, bytes or names; a call for so many takes less than a millisecond
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?"
 _NUMBERS = re.compile(rf"(?:{_SPACE.pattern}{_NUMBER}{_SPACE.pattern},)++")

@@ -115,7 +115,7 @@ class BlockMessage(Body):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    """Who speaks."""
+    """The speaker."""
     content: str | Annotated[list[Block], Field(fail_fast=True), FirstMistakes] = Field(
         examples=["Tell me a story."]
     )

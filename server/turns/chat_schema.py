@@ -81,7 +81,7 @@ class Message(Body):
     }
 
     role: Role
-    """Who speaks. `developer` is the same as `system`."""
+    """The speaker. `developer` is the same as `system`."""
     content: (
         str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes] | None
     ) = Field(None, examples=["Tell me a story."])
@@ -90,13 +90,13 @@ class Message(Body):
     name: str | None = Field(None, max_length=256, examples=["anna"])
     """A name, which has no effect unless the chat template reads it."""
     tool_calls: Annotated[list[CallField], Field(max_length=MAX_TOOLS), FirstMistakes] | None = None
-    """Of an assistant: the calls of an earlier answer. `arguments` must be a JSON object as text,
+    """The calls of an assistant's earlier answer. `arguments` must be a JSON object as text,
     with each name once, without NaN, and nested at most 64 deep. An empty text, or one of
     whitespace, is an empty object."""
     tool_call_id: str | None = Field(None, min_length=1, max_length=256, examples=["aB3dE5fG7"])
-    """Of the role `tool`: the call whose result this is."""
+    """The call whose result this is, for the role `tool`."""
     reasoning_content: str | None = Field(None, examples=["They ask for a story."])
-    """Of an assistant: the reasoning of an earlier answer."""
+    """The reasoning of an assistant's earlier answer."""
     reasoning: str | None = Field(None, examples=["They ask for a story."])
     """The same as `reasoning_content`. Two different texts get 400."""
     cache_control: CacheControl = None

@@ -34,9 +34,9 @@ class ContentPart(Body):
     text: str = Field(examples=["Tell me a story."])
     """The text."""
     annotations: list[Any] | None = Field(None, examples=[[]])
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
     logprobs: list[Any] | None = Field(None, examples=[[]])
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, examples=[{"ttl": "1h"}])
     """A hint without effect. Every prefix is cached."""
 
@@ -59,13 +59,13 @@ class MessageItem(Body):
     type: Literal["message"] | None = "message"
     """The type of the item, which may be left out."""
     role: Literal["user", "assistant", "system", "developer"]
-    """Who speaks. `developer` is the same as `system`."""
+    """The speaker. `developer` is the same as `system`."""
     content: Content = Field(examples=["Tell me a story."])
     """A text, or parts of it, which are joined with line breaks."""
     id: Id | None = Field(None, examples=["msg_1"])
     """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
     phase: Literal["commentary", "final_answer"] | None = None
     """A hint without effect."""
 
@@ -87,7 +87,7 @@ class CallItem(Body):
     id: Id | None = Field(None, examples=["msg_1"])
     """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
     caller: dict[str, Any] | None = None
     namespace: str | None = None
     async_: bool | None = Field(None, alias="async")
@@ -110,7 +110,7 @@ class ResultItem(Body):
     id: Id | None = Field(None, examples=["msg_1"])
     """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
     name: str | None = Field(None, examples=["get_weather"])
     """A hint without effect, because the call has the name."""
     caller: dict[str, Any] | None = None
@@ -150,7 +150,7 @@ class ReasoningItem(Body):
     id: Id | None = Field(None, examples=["msg_1"])
     """The id of an answer's item that is sent back, without effect."""
     status: Status | None = None
-    """Of an answer that is sent back: without effect."""
+    """A field of an answer that is sent back; it has no effect."""
 
     @property
     def text(self) -> str:

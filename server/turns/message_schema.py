@@ -50,7 +50,7 @@ class ClientTool(Body):
     type: Literal["custom"] | None = None
     """The type of the tool."""
     description: str | None = Field(None, max_length=65_536, examples=["The weather of a city."])
-    """What the tool does, for the model."""
+    """The purpose of the tool, for the model."""
     strict: bool | None = None
     """With true, a keyword that cannot be kept is refused. With false, the input may be any object.
     Default: it satisfies the schema as far as a grammar keeps it (docs/tools.md)."""
@@ -97,7 +97,7 @@ class MessagesToolChoice(Body):
     """`auto` allows text and calls, `any` calls only, `tool` one call of `name`, and `none` no
     calls."""
     name: ToolName | None = Field(None, examples=["get_weather"])
-    """Of the type `tool`: the name of one of `tools`."""
+    """The name of one of `tools`, for the type `tool`."""
     disable_parallel_tool_use: bool | None = None
     """With true, an answer has one call at most. Default: false."""
 

@@ -39,7 +39,7 @@ class FunctionTool(Body):
     name: FunctionName
     """The name of the function."""
     description: str | None = Field(None, max_length=16_384, examples=["The weather of a city."])
-    """What the function does, for the model."""
+    """The purpose of the function, for the model."""
     parameters: dict[str, Any] | None = Field(None, examples=[PARAMETERS_EXAMPLE])
     """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
@@ -81,16 +81,16 @@ class ResponsesToolChoice(Body):
     type: Literal["function", "allowed_tools"]
     """Whether one function is named, or some of the tools are."""
     name: FunctionName | None = Field(None, examples=["get_weather"])
-    """Of the type `function`: the answer is one call of it."""
+    """The function of the type `function`; the answer is one call of it."""
     mode: Literal["auto", "required"] | None = None
-    """Of the type `allowed_tools`: `auto` allows text, too, and `required` calls only."""
+    """The mode of the type `allowed_tools`: `auto` allows text, too, and `required` calls only."""
     tools: (
         Annotated[
             list[ResponsesNamedFunction], Field(min_length=1, max_length=MAX_TOOLS), FirstMistakes
         ]
         | None
     ) = None
-    """Of the type `allowed_tools`: the prompt has all tools, and calls are limited to these."""
+    """The tools of the type `allowed_tools`: the prompt has all, and calls are limited to these."""
 
     @model_validator(mode="before")
     @classmethod

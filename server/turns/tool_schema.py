@@ -70,7 +70,7 @@ class FunctionField(Body):
     name: FunctionName
     """The name of the function."""
     description: str | None = Field(None, max_length=16_384, examples=["The weather of a city."])
-    """What the function does, for the model."""
+    """The purpose of the function, for the model."""
     parameters: dict[str, Any] | None = Field(None, examples=[PARAMETERS_EXAMPLE])
     """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
@@ -131,9 +131,9 @@ class ToolChoice(Body):
     type: Literal["function", "allowed_tools"]
     """Whether one function is named, or some of the tools are."""
     function: NamedFunction | None = None
-    """Of the type `function`: the answer is one call of it."""
+    """The function of the type `function`; the answer is one call of it."""
     allowed_tools: AllowedTools | None = None
-    """Of the type `allowed_tools`: the prompt has all tools, and calls are limited to these."""
+    """The tools of the type `allowed_tools`: the prompt has all, and calls are limited to these."""
 
     @model_validator(mode="before")
     @classmethod

@@ -5,24 +5,15 @@ Shapes: see `cpu_kernels/sealed/records.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Protocol
 
 from ropewalk.model_runtime.attention.token_bytes import NumberType, bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.gpu_nodes import Device, has_gpu_kernels
 from ropewalk.model_runtime.page_groups import LayerShape
 
 _LINE = 64  # bytes in a cache line; a record is a whole number of them
 _PARAMETER_BYTES = 4  # of a row of keys or values: a lowest number and a step
 _FOUR_BITS = 4
-
-
-class Device(Protocol):
-    """A device of torch, or its name."""
-
-    @property
-    def type(self) -> str:
-        """The kind, such as cuda."""
 
 
 def key_parts(key_bits: int) -> int:
@@ -106,8 +97,7 @@ def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType)
 
 def refuse_sealed_on(device: Device, name: str) -> None:
     """Raise ModelError if no kernels of the format `name` serve the device."""
-    has_triton = device.type == "cuda" and find_spec("triton") is not None
-    if device.type != "cpu" and not has_triton:
+    if device.type != "cpu" and not has_gpu_kernels(device):
         raise ModelError(
             f"kv_cache_dtype {name} needs the model on a CPU or on a GPU with triton, and it is on "
             f"{device}"

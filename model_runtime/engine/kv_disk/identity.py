@@ -23,6 +23,7 @@ import torch
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -30,7 +31,6 @@ from ropewalk.model_runtime.loading.files.file_versions import version_of
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     described,
-    has_gpu_kernels,
     multiplies_pairs,
 )
 

@@ -10,7 +10,7 @@ from ropewalk.server.api.strict_body import Body, is_none
 
 
 class AnswerHead(Body):
-    """What answers of OpenAI's older routes begin with, and each event of their streams."""
+    """The beginning of answers of OpenAI's older routes, and of each event of their streams."""
 
     id: str = Field(examples=["cmpl-4f2a90c1d3b74f2a90c1d3b74f2a90c1"])
     """The id of the answer."""

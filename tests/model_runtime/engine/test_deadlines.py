@@ -1,4 +1,4 @@
-"""Requests whose time is over: they end with what they have, and disturb nobody."""
+"""Requests whose time is over: they end with what they have, and others go on."""
 
 import time
 from dataclasses import replace

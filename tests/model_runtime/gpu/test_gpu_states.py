@@ -226,7 +226,9 @@ def test_drafts_on_a_gpu_are_refused_by_name() -> None:
     """A state that a wrong draft has advanced does not come back."""
     config = EngineConfig(kv_cache_tokens=512, max_model_len=128, max_draft_tokens=3)
     on_gpu: Any = SimpleNamespace(
-        states={0: StateShape(2, 16)}, device=torch.device("cuda"), report=None
+        states={0: StateShape(2, 16)},
+        device=torch.device("cuda"),
+        report=SimpleNamespace(bitwise=False),  # as of every check on a GPU
     )
     with pytest.raises(ModelError, match=r"max_draft_tokens must be 0 .* states on a GPU, got 3"):
         draft_tokens(on_gpu, config)

@@ -69,9 +69,9 @@ def test_a_text_of_too_many_tokens_is_known_by_its_beginning(
     sizes = []
     encoding = tokenizer._encoding
 
-    def counted(part: str, *rest: Any) -> Any:
+    def counted(part: str, *rest: Any, **named: Any) -> Any:
         sizes.append(len(part))
-        return encoding(part, *rest)
+        return encoding(part, *rest, **named)
 
     monkeypatch.setattr(tokenizer, "_encoding", counted)
     assert tokenizer.encode_at_most(text, 100) is None
