@@ -1,6 +1,5 @@
 """The slots of models with states in the plan, the banner and the refusals."""
 
-import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime import gpu_nodes
 from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
@@ -121,10 +121,10 @@ def test_a_gpu_without_triton_is_refused_before_weights_are_read(
     shutil.copytree(folder, tmp_path / "model")
     outline = read_model_config(tmp_path / "model", device="cpu")
     on_gpu = type(outline)(outline.source, outline.config, outline.dtype, torch.device("cuda"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(gpu_nodes, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has .* triton .*, got .* cuda"):
         on_gpu.native()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(gpu_nodes, "find_spec", lambda _: True)
     assert on_gpu.native().native_len == outline.native().native_len
 
 
