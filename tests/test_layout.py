@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "deployments": set(),
         "scheduling": {"deployments"},
         "attention": {"cpu_kernels"},
-        "probing": {"attention"},
+        "probing": {"attention", "text"},
         "layers": {"probing", "attention", "cpu_kernels"},
         "gpu": {"layers", "probing", "attention"},
         "runner": {"gpu", "layers", "attention", "cpu_kernels"},

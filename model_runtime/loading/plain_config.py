@@ -17,6 +17,7 @@ from ropewalk.model_runtime.formats.config_limits import impossible
 from ropewalk.model_runtime.gpu_nodes import GPU_NODES, has_gpu_kernels, is_there
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.state_shape import StateShape
+from ropewalk.model_runtime.text.sample_text import SAMPLE_TEXT
 
 # transformers reads the configs of these types as they are written. The tests compare both ways.
 PLAIN_TYPES = frozenset(
@@ -228,8 +229,10 @@ def _is_tokenizer(path: Path) -> bool:
     from tokenizers import Tokenizer  # noqa: PLC0415  # `inspect` reads no tokenizer
 
     try:
-        Tokenizer.from_file(str(path))
-    except Exception:  # noqa: BLE001  # the library raises Exception itself
+        Tokenizer.from_file(str(path)).encode_batch_fast([SAMPLE_TEXT])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # noqa: BLE001  # the library raises Exception itself, or panics
         return False
     return True
 

@@ -21,17 +21,9 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.probing.probe import text_config
 from ropewalk.model_runtime.probing.random_numbers import random_numbers
 from ropewalk.model_runtime.probing.rounding import ORDERS, rounded_otherwise
+from ropewalk.model_runtime.text.sample_text import SAMPLE_TEXT
 from ropewalk.rope import ALL_LAYERS, NativeRope, Yarn
 
-# Its tokens come from the model's own tokenizer. The distance of int8 weights is measured with it.
-SAMPLE_TEXT = (
-    "The old harbour lies behind a wall of grey stone. Every morning, before the ferries leave, a "
-    "man with a yellow coat sweeps the steps and counts the ropes. There are forty-two of them. In "
-    "1911 a storm tore all but three from their rings, and the town paid 640 crowns for new ones. "
-    "def count(ropes): return sum(1 for rope in ropes if rope.is_whole). When children ask him why "
-    "he counts, he says: a rope that nobody counts is soon a rope that nobody has. Then he laughs, "
-    "buys bread at the corner, and walks home along the canal, past the school and the mill."
-)
 LONG_LEN, SHORT_LEN = 48, 29  # tokens of the two prompts
 _TIMES_DRAWN = 8  # as many ids as the prompts have are drawn
 _MOST_EQUAL = 4  # ids among them that may have one embedding

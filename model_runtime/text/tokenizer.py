@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 from ropewalk.model_runtime.errors import ModelError, RequestError
 from ropewalk.model_runtime.text.chat_template import own_templates
+from ropewalk.model_runtime.text.sample_text import SAMPLE_TEXT
 
 _LONGEST_PROBLEM = 200  # characters
 
@@ -25,6 +26,10 @@ class Tokenizer:
         # A tokenizer.json may contain either from training; a prompt is never cut or padded.
         self._backend.no_truncation()
         self._backend.no_padding()
+        try:
+            self._encoding(SAMPLE_TEXT, "text", adds_special=True)
+        except RequestError as error:
+            raise ModelError(f"the tokenizer cannot encode plain text: {error}") from error
         self._texts: dict[int, str] = {}  # of earlier tokens; bounded by the vocabulary
         self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id

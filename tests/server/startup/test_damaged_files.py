@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.startup.check_command import check
@@ -79,3 +80,16 @@ def test_a_value_of_another_type_is_one_sentence_or_has_no_effect(folder: Path, 
         assert "unexpected" not in ended.output, (shown, ended.output)
         assert "Traceback" not in ended.output, shown
     path.write_text(text)
+
+
+def test_a_tokenizer_that_fails_on_plain_text_is_refused(folder: Path) -> None:
+    """Its pattern backtracks, which is a panic of the library, on every sentence."""
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    split = pre_tokenizers.Split(Regex(r"^(\w+\W?)*$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    tokenizer.save(path)
+    ended = checked(folder)
+    assert ended.exit_code == 2
+    assert "the tokenizer cannot encode plain text" in ended.stderr
+    assert "retry-limit" in ended.stderr
