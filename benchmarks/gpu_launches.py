@@ -25,8 +25,8 @@ from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import STEP, PagedStep
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.gpu.residual_layer import use_fewer_kernels
-from ropewalk.model_runtime.gpu.rotate import is_interpreted
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope

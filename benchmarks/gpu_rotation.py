@@ -9,7 +9,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.model_runtime.gpu.rotate import jit, padded
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import padded
 from ropewalk.rope import Angles
 
 

@@ -1,7 +1,7 @@
 """Counts the kernels that serving compiles: `python -m tests.compilations`, without a GPU.
 
-Nothing is compiled or launched. A kernel is counted when Triton finds no compiled one for the
-kinds of its arguments.
+Nothing is compiled. A kernel is counted when Triton finds no compiled one for the kinds of its
+arguments. Every launch is compared with what Triton would launch.
 """
 
 import json
@@ -10,14 +10,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner, first_of_each_kind, warm_up
+from ropewalk.model_runtime.gpu.launch import Kernel, jit
 from ropewalk.model_runtime.page_groups import group_layers
 from ropewalk.model_runtime.runner import backends, model_runner
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -66,28 +72,88 @@ def random_steps(
         yield spans
 
 
+@jit("free", "number")
+def _odd(  # noqa: ANN202, PLR0917
+    pointer, free, kind, number, real,  # noqa: ANN001
+    FIRST: tl.constexpr, SECOND: tl.constexpr = 3,
+):  # fmt: skip
+    """A kernel with an argument of each kind."""
+
+
+def odd_launches(draw: random.Random) -> None:
+    """Launch with addresses, integers, types and constants of all kinds."""
+    for _ in range(3000):
+        dtypes = draw.choices((torch.bfloat16, torch.float32, torch.int64), k=2)
+        first, second = (torch.zeros(64, dtype=dtype)[draw.choice((0, 0, 1)) :] for dtype in dtypes)
+        kind, number = draw.choices((0, 1, 15, 16, 48, 2**31 - 1, 2**31, 2**40), k=2)
+        named = draw.choice(({}, {"SECOND": 3}, {"SECOND": 4}, {"num_warps": 8}))
+        grid = draw.choice(((3,), (2, 5), (1, 2, 3)))
+        _odd[grid](first, second, kind, number, 0.5, draw.choice((7, 8)), **named)
+
+
+class Uncompiled(CompiledKernel):  # type: ignore[misc]  # triton has no types
+    """Replaces a compiled kernel; a launch of it is kept."""
+
+    packed_metadata = "metadata"
+    launched: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, number: int) -> None:
+        self.function = number
+
+    def launch_metadata(self, *_: Any) -> None:
+        """Nothing, without hooks."""
+
+    @property
+    def run(self) -> Any:
+        """Keep the arguments of a launch."""
+        return lambda *args: self.launched.append(args)
+
+
+def _number(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+class Compared:
+    """Launches each kernel as it is served, and compares it with what Triton launches."""
+
+    def __init__(self) -> None:
+        self.num_launches = self.num_direct = 0
+        self._served = Kernel.__getitem__
+        Kernel.__getitem__ = lambda kernel, grid: partial(self._launch, kernel, grid)
+
+    def _launch(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        Uncompiled.launched.clear()
+        self._served(kernel, grid)(*args, **named)
+        (found,) = Uncompiled.launched
+        self.num_launches += 1
+        self.num_direct += isinstance(found[9], int)  # and no tensor
+        kernel.run(*args, grid=grid, warmup=False, **named)
+        expected = Uncompiled.launched[-1]
+        assert found[:6] == expected[:6], (kernel, found[:6], expected[:6])
+        assert [*map(_number, found[9:])] == [*map(_number, expected[9:])], kernel
+
+
 def main() -> None:
     """Print one line for each chosen architecture: kernels compiled by the warm-up, and afterwards.
 
-    The last lines are of a Llama with position methods, and of sealed pages.
+    The last lines are of a Llama with position methods, and of sealed pages. `direct`: launches of
+    serving without Triton's Python.
     """
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
     compiled: Counter[str] = Counter()
-    caches: list[dict[str, object]] = []
+    kernels: set[Kernel] = set()
 
     def counted(self: Any, key: str, *_: Any, **__: Any) -> object:
         compiled[self.__name__] += 1
-        cache = self.device_caches[0][0]
-        caches.append(cache)
-        return cache.setdefault(key, object())
-
-    def without_launch(self: Any, grid: Any) -> Any:
-        return lambda *args, **options: self.warmup(*args, grid=grid, **options)
+        kernels.add(self)
+        return self.device_caches[0][0].setdefault(key, Uncompiled(sum(compiled.values())))
 
     driver.set_active(Device())
     JITFunction._do_compile = counted
-    JITFunction.__getitem__ = without_launch
+    compared = Compared()
+    odd_launches(random.Random(0))
+    assert compared.num_launches > compared.num_direct > 100
     checkpoints = {name: tiny_checkpoint(name) for name in CHOSEN}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
@@ -103,17 +169,20 @@ def main() -> None:
         config = replace(limits, page_groups=groups)
         runner: ModelRunner = build_runner(checkpoint, config, profiles)
         compiled.clear()
-        for cache in caches:
-            cache.clear()
+        for kernel in kernels:
+            kernel.device_caches[0][0].clear()
+            kernel._compiled.clear()
         if "--cold" not in sys.argv:
             for profile in first_of_each_kind(profiles):
                 warm_up(runner, profile, 0, config)
-        line = {"architecture": name, "warm_up": dict(compiled)}
+        line: dict[str, Any] = {"architecture": name, "warm_up": dict(compiled)}
         compiled.clear()
+        compared.num_launches = compared.num_direct = 0
         numbers = NUM_STEPS, len(profiles), config.num_groups, config.page_size
         for spans in random_steps(random.Random(name), *numbers):
             runner.run(spans)
-        sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")
+        line |= {"serving": dict(compiled), "launches": compared.num_launches}
+        sys.stdout.write(json.dumps(line | {"direct": compared.num_direct}) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.gpu.launch import Kernel
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
@@ -142,7 +142,7 @@ def _compile_layers() -> None:
         ("wide layer", torch.float16, 16_384, 53_248, False),
         ("float32 layer", torch.float32, 100, 300, False),
     ):
-        JITFunction.__getitem__ = _only_compiled(name)
+        Kernel.__getitem__ = _only_compiled(name)
         x = torch.randn(1, 3, width, dtype=dtype)
         scale = Scale(x[0, 0], 1e-5, plus_one)
         add_and_normalize(x, x, scale, scale if plus_one else None)
@@ -163,7 +163,7 @@ def _compile_states() -> None:
         ("states", torch.bfloat16, (16, 16, 128, 128)),
         ("states, float32", torch.float32, (2, 6, 80, 48)),
     ):
-        JITFunction.__getitem__ = _only_compiled(name)
+        Kernel.__getitem__ = _only_compiled(name)
         num_channels = 2 * num_key_heads * key_dim + num_heads * dim
         x_TC, mixed_TC = torch.zeros(3, num_channels, dtype=dtype), torch.zeros(3, num_channels)
         taps_WC, tail_NLC = torch.zeros(4, num_channels), torch.zeros(3, 3, num_channels)
@@ -185,7 +185,7 @@ def _compile_draws() -> None:
     from ropewalk.model_runtime.gpu.sampling.draw_ranked import draw_ranked
 
     for size in (300, 128_256):
-        JITFunction.__getitem__ = _only_compiled(f"{size} logits")
+        Kernel.__getitem__ = _only_compiled(f"{size} logits")
         draw_ranked(torch.zeros(2, size), [SamplingParams(top_p=0.9, top_k=20)] * 2, [0.1, 0.7])
 
 
@@ -194,7 +194,7 @@ def _compile_sealed() -> None:
     from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
 
     for (name, case), kind in product(SEALED_CASES.items(), FORMATS):
-        JITFunction.__getitem__ = _only_compiled(f"{name}, {kind}")
+        Kernel.__getitem__ = _only_compiled(f"{name}, {kind}")
         laid = Laid(case, torch.device("cpu"))
         (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
         store = SealedCache(
@@ -233,7 +233,7 @@ def main() -> None:
     triton_flash.is_available = lambda _: True
     triton_flash.flash = _uncomputed
     for name, case in CASES.items():
-        JITFunction.__getitem__ = _only_compiled(name)
+        Kernel.__getitem__ = _only_compiled(name)
         laid = Laid(case, torch.device("cpu"))
         num_tokens = len(laid.read.query_THD)
         shape = (num_tokens, case.heads[1], case.dims[0])

@@ -23,8 +23,9 @@ from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
 from ropewalk.model_runtime.attention.prompt_groups import Prompts
 from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
+from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.prefill import prefill, prefill_placed
-from ropewalk.model_runtime.gpu.rotate import jit, key_strides, padded
+from ropewalk.model_runtime.gpu.rotate import key_strides, padded
 from ropewalk.model_runtime.transfer import make_current
 from ropewalk.rope import PositionMethod
 

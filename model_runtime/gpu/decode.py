@@ -25,14 +25,13 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import TILE
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
 from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
 from ropewalk.model_runtime.gpu.rotate import (
     KERNEL_LN_2,
     LOG2_E,
     angles,
     capped,
-    is_interpreted,
-    jit,
     padded,
     product,
     row,

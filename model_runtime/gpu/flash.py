@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import Mask, PromptGroup
-from ropewalk.model_runtime.gpu.rotate import heads_at_once, jit, padded
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import heads_at_once, padded
 
 _MOST_DIM = 256
 _DIM_STEP = 8

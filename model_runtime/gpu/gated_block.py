@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.gpu.rotate import jit
+from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.layers.merged_linear import MergedPart
 from ropewalk.model_runtime.layers.replace_modules import activation_classes, swap_modules
 from ropewalk.model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows

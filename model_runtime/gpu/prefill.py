@@ -19,7 +19,8 @@ from ropewalk.model_runtime.attention.placed_prompts import PlacedGroup, PlacedP
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, Prompts
 from ropewalk.model_runtime.gpu.attend import attend, attend_part, rows_at_once
 from ropewalk.model_runtime.gpu.flash import flash_attend, flash_part, serves
-from ropewalk.model_runtime.gpu.rotate import gathered, heads_at_once, jit, padded, turned
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import gathered, heads_at_once, padded, turned
 
 # Takes a read, a group, and its packed queries, keys and values.
 AttendPart = Callable[[LayerRead, PromptGroup, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.gpu.rotate import jit, padded
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import padded
 from ropewalk.model_runtime.layers.match_norm import ROUNDING, NormParts
 from ropewalk.model_runtime.probing.equivalence import IsEqual, equal_by_scale
 

@@ -7,18 +7,15 @@ Shapes: T = packed query tokens, C = packed keys of a group, H = query heads, K 
 D = key dimensions, V = value dimensions.
 """
 
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, overload
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, QueryRows
+from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.sealed_numbers import Records, sealed_keys, sealed_values
 
 # Common functions of the GPU's kernels. Importing this file imports triton.
@@ -30,63 +27,6 @@ LOG2_E = math.log2(math.e)
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is a constexpr
 KERNEL_LN_2 = tl.constexpr(math.log(2))
 _LEAST = 16  # rows and columns of the smallest matrix product
-
-
-@overload
-def jit(function: Callable[..., Any], /) -> Any: ...
-
-
-@overload
-def jit(*by_request: str) -> Callable[[Callable[..., Any]], Any]: ...
-
-
-def jit(*by_request: Any) -> Any:
-    """Compile for the GPU; use Triton's interpreter if TRITON_INTERPRET was set before.
-
-    `@jit("num_keys", "page_table")` names the arguments that change from request to request. By
-    default, Triton compiles a kernel again for every kind of integer (1, multiples of 16, others)
-    and of address (multiples of 16 bytes or not). All requests would wait for it. Named arguments
-    have one kind. Others keep theirs, because aligned rows of keys are loaded in fewer
-    instructions. `@jit` alone names none. Raises ValueError for a name that the kernel lacks.
-    """
-    if len(by_request) == 1 and callable(by_request[0]):
-        return triton.jit(by_request[0])
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        lacking = set(by_request) - set(inspect.signature(function).parameters)
-        if lacking:
-            raise ValueError(f"{function.__name__} has no argument {sorted(lacking)}")
-        return triton.jit(
-            function, do_not_specialize=by_request, do_not_specialize_on_alignment=by_request
-        )
-
-    return compiled
-
-
-def is_interpreted() -> bool:
-    """Return whether kernels run in the interpreter, which has no products of bfloat16."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def _let_interpreter_count() -> None:
-    """Make `range` work in Triton 3.6's interpreter with numpy 2.5 and later.
-
-    The interpreter converts a numpy array [1] to an int, which numpy refuses from 2.5 on. Triton's
-    compiler does not do so, and Triton 3.7 converts in another way.
-    """
-    from triton.runtime import interpreter  # noqa: PLC0415  # nothing that a GPU needs
-
-    patch_tensor = interpreter._patch_lang_tensor  # noqa: SLF001  # sets it anew for every launch
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch  # noqa: SLF001
-
-
-if is_interpreted() and triton.__version__.startswith("3.6."):
-    _let_interpreter_count()
 
 
 def padded(size: int, least: int = _LEAST) -> int:

@@ -22,7 +22,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.model_runtime.gpu.rotate import jit, padded
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import padded
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.transfer import on_device
 

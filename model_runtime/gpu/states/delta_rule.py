@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.state_store import DeviceParts
-from ropewalk.model_runtime.gpu.rotate import jit, padded
+from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.rotate import padded
 
 _L2_EPS = tl.constexpr(1e-6)  # as in the published kernels
 _COLUMNS = 8  # of a state in a program: 128 x 8 numbers are 32 registers of each thread

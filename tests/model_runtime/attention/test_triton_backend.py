@@ -27,7 +27,7 @@ from tests.sampling import sampled
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.gpu.backend import TritonAttention
-from ropewalk.model_runtime.gpu.rotate import jit
+from ropewalk.model_runtime.gpu.launch import jit
 from tests.oracles.triton_attention import use_triton
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -176,12 +176,14 @@ def test_a_draw_compiles_for_an_h200() -> None:
 def test_nothing_is_compiled_after_the_warm_up() -> None:
     """Random mixed steps of each architecture differ in lengths, tables and rows of logits.
 
-    Without names in `jit`, 200 compiled 39 to 74 kernels while requests waited.
+    Without names in `jit`, 200 compiled 39 to 74 kernels while requests waited. Each launch is
+    compared with Triton's own.
     """
     lines = outside("tests.compilations")
     assert len(lines) == len(CHOSEN) + 3
     for line in lines:
         assert line["serving"] == {}, line
+        assert line["direct"] == line["launches"] > 100, line
         is_sealed = line["architecture"].startswith("sealed")
         written = {"_write", "_seal"} if is_sealed else {"_put"}
         assert {*written, "_decode", "_merge"} <= set(line["warm_up"])
