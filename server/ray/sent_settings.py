@@ -20,6 +20,7 @@ from ropewalk.server.settings.route_settings import (
 _OF_THE_EDGE = {"config", "host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts"}
 # The router adds at most its key, an identity, a request id and the framing to a head.
 _SPARE_HEADERS, _SPARE_HEADER_BYTES = 8, 2048
+_STEP_TOKENS = 2048  # the least of the defaults; the device of an actor is not known here
 _SPARE_CONNECTIONS = 16  # of a server, beside requests: looks at its health and its metrics
 
 
@@ -60,7 +61,7 @@ class SentSettings:
             host,
             router_key,
             num_threads,
-            settings.max_num_batched_tokens,
+            settings.max_num_batched_tokens or _STEP_TOKENS,
             settings.replica_silence_seconds,
             settings.shutdown_timeout_seconds,
             settings.log_format,

@@ -152,15 +152,16 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
         yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
     yield from _disk_contradictions(settings)
     yield from format_contradictions(settings)
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    num_tokens = settings.max_num_batched_tokens
+    if num_tokens is not None and num_tokens < (settings.max_num_seqs or 1):
         yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
-            f"{settings.max_num_batched_tokens}"
+            f"{num_tokens}"
         )
-    if settings.max_num_batched_tokens <= (settings.max_draft_tokens or 0):
+    if num_tokens is not None and num_tokens <= (settings.max_draft_tokens or 0):
         yield (
             f"max_num_batched_tokens must be > max_draft_tokens ({settings.max_draft_tokens}), got "
-            f"{settings.max_num_batched_tokens}"
+            f"{num_tokens}"
         )
     of_all, of_one = settings.max_total_body_bytes, settings.max_body_bytes
     if of_all is not None and of_one is not None and of_all < of_one:

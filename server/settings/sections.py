@@ -247,8 +247,12 @@ class CacheSettings(Section):
         le=1,
     )
     page_size: int = setting(64, "Tokens in a page of the KV cache.", unit="tokens", ge=4, le=256)
-    max_num_seqs: int = setting(
-        32, "Sequences served at the same time.", unit="sequences", ge=1, le=4096
+    max_num_seqs: int | None = setting(
+        None,
+        "Sequences served at the same time. Default: 32; on a GPU 256, or 128 below 40 GiB.",
+        unit="sequences",
+        ge=1,
+        le=4096,
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs",
@@ -272,9 +276,10 @@ class CacheSettings(Section):
         ge=0,
         le=15,
     )
-    max_num_batched_tokens: int = setting(
-        2048,
-        "Most tokens of one step. Each decoding sequence takes one; prompt chunks take the rest.",
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Most tokens of one step. Each decoding sequence takes one; prompt chunks take the rest. "
+        "Default: 2048; on a GPU of 70 GiB and more 8192.",
         unit="tokens",
         ge=1,
     )
@@ -282,8 +287,8 @@ class CacheSettings(Section):
         None,
         "Target duration of a step that includes prefill. It bounds how long running requests"
         " pause and new requests wait. Steps may exceed it by up to 1.4x. While nothing is "
-        "decoding, the target is four times as long. Default: 0.1, or four measured steps without "
-        "prefill, if they take longer. 0: no target.",
+        "decoding, the target is four times as long. Default: 0.1, on a GPU 0.25, or four measured "
+        "steps without prefill, if they take longer. 0: no target.",
         unit="seconds",
         ge=0,
     )

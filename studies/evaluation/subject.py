@@ -67,14 +67,10 @@ def plan_variants(plan: LengthPlan, settings: ServeSettings, checkpoint: Checkpo
     Raises SettingsError, or EvalError if the cache cannot hold the longest context.
     """
     entries = tuple(plan.entry(each) for each in plan.variants)
-    batched_tokens = max(settings.max_num_batched_tokens, TOGETHER)
-    own = settings.model_copy(
-        update={
-            "deployments": entries,
-            "max_num_seqs": TOGETHER,
-            "max_num_batched_tokens": batched_tokens,
-        }
-    )
+    changes: dict[str, object] = {"deployments": entries, "max_num_seqs": TOGETHER}
+    if settings.max_num_batched_tokens is not None:
+        changes["max_num_batched_tokens"] = max(settings.max_num_batched_tokens, TOGETHER)
+    own = settings.model_copy(update=changes)
     serving = plan_serving(own, facts_of(checkpoint, own))
     longest = serving.config.longest_context
     if longest < plan.longest:

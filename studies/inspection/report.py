@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.engine.memory.cache_size import gpu_bytes
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.loading.notes import notes_of
@@ -15,6 +16,7 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.dry_run import outline_of
 from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.planning.planned_deployments import plan_deployments
+from ropewalk.server.startup.planning.serving_plan import step_limits
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small
 from ropewalk.studies.inspection.decay import decay_lines, seen_lines
@@ -64,7 +66,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
         options.memory_gib,
         low_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
-        max_chunk=settings.max_num_batched_tokens,
+        max_chunk=step_limits(settings, gpu_bytes(outline.device))["max_num_batched_tokens"],
         windows=planned_groups(
             outline.windows(),
             outline.layers(),

@@ -9,12 +9,14 @@ import torch
 from pydantic import TypeAdapter
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.engine.memory.cache_size import gpu_bytes
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.held_out import Document
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.load_model import load_model
 from ropewalk.server.startup.planning.planned_deployments import model_name
+from ropewalk.server.startup.planning.serving_plan import step_limits
 from ropewalk.studies.harness.eval_run import EvalError, RunRecord, key_of, run_study
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.policies.measure import (
@@ -90,7 +92,9 @@ def run_crossings(
     )
     cells = _cells(options, shapes, sources, checkpoint.tokenizer)
     # With the model's digest, everything beside the cell that affects an outcome.
-    engine = (settings.page_size, settings.max_num_batched_tokens, torch.get_num_threads())
+    limits = step_limits(settings, gpu_bytes(checkpoint.device))
+    num_tokens = limits["max_num_batched_tokens"]
+    engine = (settings.page_size, num_tokens, torch.get_num_threads())
     model = model_digest(checkpoint)
 
     def measure(cell: CrossingCell) -> list[Outcome]:
@@ -100,7 +104,7 @@ def run_crossings(
             cell.policy,
             cell.windows,
             page_size=settings.page_size,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=num_tokens,
         )
         progress.advance(1)
         return outcomes

@@ -55,6 +55,16 @@ def sized(
     return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 
 
+def gpu_bytes(device: "torch.device | PlainDevice") -> int | None:
+    """Return the memory of a GPU, whoever uses it; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch  # noqa: PLC0415  # a plan for a CPU needs no torch
+
+    assert isinstance(device, torch.device)
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def affordable_bytes(
     device: "torch.device | PlainDevice", gpu_utilization: float, num_bytes_to_come: int = 0
 ) -> int:

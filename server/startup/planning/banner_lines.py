@@ -1,7 +1,7 @@
 """The lines of the banner and of the dry run: the plan, access, limits and chats."""
 
 from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED
-from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS
+from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
@@ -16,7 +16,7 @@ from ropewalk.server.startup.planning.serving_plan import ServingPlan, memory_te
 
 # Beside the sections of limits: what fills the queue, and what a chat may set.
 _NAMES = (
-    *("max_num_seqs", "max_queued_requests", "max_queued_prompt_tokens"),
+    *("max_queued_requests", "max_queued_prompt_tokens"),
     *LimitSettings.model_fields,
     *GrammarSettings.model_fields,
     "allowed_chat_template_kwargs",
@@ -47,6 +47,7 @@ def describe(plan: ServingPlan) -> list[str]:
         ]
         if deployment.note is not None:
             lines.append(f"    warning        {deployment.note}")
+    lines.append(f"  steps            {_steps(plan.config)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_parts["pages"])
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
@@ -245,6 +246,16 @@ def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> 
 def _why_inexact(*, is_on_gpu: bool) -> str:
     where = "on a GPU" if is_on_gpu else "with this model"
     return f"{where} bits may depend on the draft"
+
+
+def _steps(config: EngineConfig) -> str:
+    """Return how large a step is, and how long one with prompts."""
+    target = config.step_target_s
+    return (
+        f"up to {config.max_num_seqs} sequences (max_num_seqs) and "
+        f"{config.max_num_batched_tokens} tokens (max_num_batched_tokens)"
+        + ("" if target is None else f", {target:g} s if others decode (step_target_seconds)")
+    )
 
 
 def limit_lines(settings: ServeSettings) -> list[str]:

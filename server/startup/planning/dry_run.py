@@ -14,7 +14,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
     token_bytes,
 )
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes
+from ropewalk.model_runtime.engine.memory.cache_size import affordable_bytes, gpu_bytes
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory, machine_memory
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.model_runtime.loading.known_products import expected_computing
@@ -218,6 +218,7 @@ def _facts(
         affordable * num_ranks if memory is None else affordable,
         num_ranks=num_ranks,
         memory=memory,
+        gpu_bytes=gpu_bytes(outline.device),
         host=host,
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),

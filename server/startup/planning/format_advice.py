@@ -52,10 +52,11 @@ def _longest(plan: ServingPlan) -> int:
 def _candidates(settings: ServeSettings) -> Iterator[ServeSettings]:
     """Yield the settings in formats of more loss, then the same with fewer sequences."""
     from_here = _BY_LOSS[_BY_LOSS.index(settings.kv_cache_dtype) :]
-    fewer = (num for num in _FEWER_SEQUENCES if num < settings.max_num_seqs)
-    for max_num_seqs in (settings.max_num_seqs, *fewer):
+    stated = settings.max_num_seqs
+    fewer = (num for num in _FEWER_SEQUENCES if stated is None or num < stated)
+    for max_num_seqs in (stated, *fewer):
         # With as many sequences, these settings are those that do not hold it.
-        for name in from_here[max_num_seqs == settings.max_num_seqs :]:
+        for name in from_here[max_num_seqs == stated :]:
             changes = {"kv_cache_dtype": name, "max_num_seqs": max_num_seqs}
             changed = settings.model_copy(update=changes)
             if not any(format_contradictions(changed)):

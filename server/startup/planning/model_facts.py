@@ -12,7 +12,11 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
     token_bytes,
 )
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, affordable_bytes
+from ropewalk.model_runtime.engine.memory.cache_size import (
+    MemoryProfile,
+    affordable_bytes,
+    gpu_bytes,
+)
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -64,6 +68,7 @@ def facts_of(
         affordable * num_ranks,
         measure,
         num_ranks,
+        gpu_bytes=gpu_bytes(checkpoint.device),
         slot_bytes=bytes_per_state(checkpoint.states),
         drafts_states=False,
         open_bytes=open_bytes(*form),

@@ -62,11 +62,11 @@ def within_cache(
 
     Raises SettingsError if a max_model_len of the settings is larger than the cache.
     """
-    fitting = fitted(settings, deployments, config)
+    fitting = fitted(deployments, config)
     problems = [
         f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
         f"({config.longest_context} tokens), got {stated.max_model_len}"
-        f"{_needed(settings, deployment, config)}"
+        f"{_needed(deployment, config)}"
         for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
         if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
     ]
@@ -75,46 +75,42 @@ def within_cache(
     return fitting
 
 
-def fitted(
-    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
-) -> tuple[Deployment, ...]:
+def fitted(deployments: Iterable[Deployment], config: EngineConfig) -> tuple[Deployment, ...]:
     """Return the deployments with requests no longer than the cache of this config holds."""
     return tuple(
         each.within_cache(
             config.longest_context,
-            num_step_tokens=_step_tokens(settings),
+            num_step_tokens=_step_tokens(config),
             room=config.room_beside_windows,
         )
         for each in deployments
     )
 
 
-def most_pages_held(
-    settings: ServeSettings, deployments: Iterable[Deployment], config: EngineConfig
-) -> int:
+def most_pages_held(deployments: Iterable[Deployment], config: EngineConfig) -> int:
     """Return the most pages that a sequence of any deployment holds at a time."""
 
     def held(deployment: Deployment) -> int:
         kept = deployment.num_kept
-        most = None if kept is None else -(-(kept + _step_tokens(settings)) // config.page_size)
+        most = None if kept is None else -(-(kept + _step_tokens(config)) // config.page_size)
         return config.num_held_pages(deployment.max_len, most)
 
     return max(map(held, deployments))
 
 
-def _step_tokens(settings: ServeSettings) -> int:
+def _step_tokens(config: EngineConfig) -> int:
     """Return the most positions that a step adds to the pages of a request that releases some."""
-    return settings.max_num_batched_tokens + 4 * settings.page_size
+    return config.max_num_batched_tokens + 4 * config.page_size
 
 
-def _needed(settings: ServeSettings, deployment: Deployment, config: EngineConfig) -> str:
+def _needed(deployment: Deployment, config: EngineConfig) -> str:
     """Return a clause with the cache that any length needs; empty if requests keep all pages."""
     kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
     if kept is None or method is None:
         return ""
     return (
-        f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
-        f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
+        f"; {method.method} needs {kept + _step_tokens(config)} tokens for any length: {kept} "
+        f"that it keeps, {config.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
         f"four pages{windows_beside(config)}"
     )
 

@@ -33,7 +33,8 @@ from ropewalk.server.startup.planning.planned_deployments import (
     within_cache,
 )
 
-_STEP_TARGET_S = 0.1  # by default; it follows longer decode steps
+# By default; it follows longer decode steps. A GPU's steps have more tokens.
+_STEP_TARGET_S, _STEP_TARGET_ON_GPU_S = 0.1, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class ModelFacts:
     measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
     num_ranks: int = 1  # processes that hold the model together
     memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
+    gpu_bytes: int | None = None  # of the GPU's memory, also what others use; None: a CPU
     host: MachineMemory | None = None  # the machine's, wherever the cache is; None: not looked at
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
@@ -211,13 +213,15 @@ def _config(
     groups: PageGroups | None,
 ) -> tuple[EngineConfig, MemoryProfile | None]:
     target_s = settings.step_target_seconds
+    default_s = _STEP_TARGET_S if facts.gpu_bytes is None else _STEP_TARGET_ON_GPU_S
     alike = {each.name for each in fields(EngineConfig)} & set(ServeSettings.model_fields)
     stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
     stated |= {
+        **step_limits(settings, facts.gpu_bytes),
         "kv_cache_tokens": settings.kv_cache_tokens or 0,
         "max_model_len": max(each.max_len for each in deployments),
         "num_rope_tables": num_profiles(deployments),
-        "step_target_s": _STEP_TARGET_S if target_s is None else target_s or None,
+        "step_target_s": default_s if target_s is None else target_s or None,
         "step_target_follows": target_s is None,
         "page_groups": groups,
     }
@@ -240,7 +244,7 @@ def _config(
             page_bytes = config.page_size * rank_bytes
             affordable = _left(settings, memory, page_bytes, slots_bytes) * facts.num_ranks
         pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
-        most_pages = most_pages_held(settings, deployments, config)
+        most_pages = most_pages_held(deployments, config)
         config = sized(config, token_bytes, affordable, pages_gib, most_pages)
     _refuse_shortage(settings, facts, config.capacity * token_bytes + beside_bytes)
     if config.capacity == 0:
@@ -252,8 +256,24 @@ def _config(
             + _beside(config, facts)
             + ("" if size is None else f", got {size:g}")
         )
-    longest = max(each.max_len for each in fitted(settings, deployments, config))
+    longest = max(each.max_len for each in fitted(deployments, config))
     return replace(config, max_model_len=longest), memory
+
+
+def step_limits(settings: ServeSettings, gpu_bytes: int | None) -> dict[str, int]:
+    """Return max_num_seqs and max_num_batched_tokens, with the defaults of a device.
+
+    `gpu_bytes`: of the GPU's memory; None: a CPU. A GPU of 80 GB has 79 GiB, one of 40 GB 39.
+    """
+    num_seqs, num_tokens = 32, 2048
+    if gpu_bytes is not None:
+        num_seqs = 256 if gpu_bytes >= 40 * 2**30 else 128
+        num_tokens = 8192 if gpu_bytes >= 70 * 2**30 else 2048
+    stated_seqs, stated_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    return {
+        "max_num_seqs": stated_seqs or min(num_seqs, stated_tokens or num_seqs),
+        "max_num_batched_tokens": stated_tokens or max(num_tokens, stated_seqs or 0),
+    }
 
 
 def _without_drafts(config: EngineConfig) -> EngineConfig:

@@ -287,7 +287,10 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization: "),
         ({"kv_cache_gib": "nan"}, "kv_cache_gib: .*finite"),
         ({"kv_cache_gib": "1", "kv_cache_tokens": "5"}, "both size the cache"),
-        ({"max_num_batched_tokens": "8"}, r"must be >= max_num_seqs \(32\), got 8"),
+        (
+            {"max_num_batched_tokens": "8", "max_num_seqs": "9"},
+            r"must be >= max_num_seqs \(9\), got 8",
+        ),
         ({"rope_tiers": "1,4,2"}, "rope_tiers: must rise strictly from 1 or more, got '1,4,2'"),
         ({"context_buckets": "5,4"}, "context_buckets: must rise strictly"),
         ({"context_buckets": "1.9"}, "context_buckets: item 1: must be an integer, got"),

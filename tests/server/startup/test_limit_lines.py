@@ -300,3 +300,46 @@ def test_a_draft_that_no_step_holds_is_refused() -> None:
     assert load_settings({**small}).max_draft_tokens is None
     with pytest.raises(SettingsError, match=r"must be > max_draft_tokens \(8\), got 8"):
         load_settings({**small, "max_draft_tokens": "8"})
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "stated", "expected"),
+    [
+        (None, {}, (32, 2048)),
+        (23.5, {}, (128, 2048)),  # a card of 24 GB
+        (39.4, {}, (128, 2048)),  # an A100 of 40 GB
+        (44.4, {}, (256, 2048)),  # an L40S
+        (79.1, {}, (256, 8192)),  # an H100
+        (139.8, {}, (256, 8192)),  # an H200
+        (139.8, {"max_num_seqs": "4"}, (4, 8192)),
+        (139.8, {"max_num_batched_tokens": "100"}, (100, 100)),
+        (None, {"max_num_seqs": "4096"}, (4096, 4096)),
+        (None, {"max_num_seqs": "5", "max_num_batched_tokens": "7"}, (5, 7)),
+    ],
+)
+def test_the_limits_of_a_step_follow_the_device(
+    embedded: Any, gpu_gib: float | None, stated: dict[str, str], expected: tuple[int, int]
+) -> None:
+    """The banner and `config check` name them, and the duration of a step with prompts."""
+    memory = None if gpu_gib is None else int(gpu_gib * GIB)
+    facts = ModelFacts(embedded.native, 1024, 64 * 2**20, gpu_bytes=memory)
+    plan = plan_serving(load_settings(stated), facts)
+    config = plan.config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+    seconds = 0.1 if gpu_gib is None else 0.25
+    assert config.step_target_s == seconds
+    steps = (
+        f"  steps            up to {expected[0]} sequences (max_num_seqs) and {expected[1]} tokens"
+    )
+    assert any(line.startswith(steps) and f"{seconds} s" in line for line in describe(plan))
+
+
+def test_a_target_that_is_stated_holds_on_a_gpu(embedded: Any) -> None:
+    """0 is none."""
+    facts = ModelFacts(embedded.native, 1024, 64 * 2**20, gpu_bytes=140 * GIB)
+    for stated, expected in (("0.05", 0.05), ("0", None)):
+        plan = plan_serving(load_settings({"step_target_seconds": stated}), facts)
+        assert plan.config.step_target_s == expected
