@@ -1,9 +1,10 @@
 # Ropewalk as an image: `make image`, then docs/deploy.md.
 #
-# BASE_IMAGE needs Python 3.11 or later with venv, and groupadd and useradd. A GPU needs no other
-# base: torch's own wheels bring CUDA's libraries, the host brings the driver. Every package is
-# installed by the hashes in locks/. TORCH_INDEX, when set, is the wheel index that torch comes from
-# (for instance one that carries CPU builds); TORCH_SHA256 is the hash of its wheel there.
+# BASE_IMAGE needs Python 3.11 or later with venv and headers, groupadd and useradd, and apt-get or
+# gcc. A GPU needs no other base: torch's own wheels bring CUDA's libraries, the host brings the
+# driver. Every package is installed by the hashes in locks/. TORCH_INDEX, when set, is the wheel
+# index that torch comes from (for instance one that carries CPU builds); TORCH_SHA256 is the hash
+# of its wheel there.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # The wheel, from the sources.
@@ -52,14 +53,27 @@ RUN /opt/ropewalk/bin/pip install --no-cache-dir --no-index --no-deps /dist/*.wh
 FROM ${BASE_IMAGE}
 RUN groupadd --gid 10001 ropewalk \
     && useradd --uid 10001 --gid 10001 --create-home --home-dir /home/ropewalk ropewalk
-RUN mkdir -p /models /home/ropewalk/.cache/numba && chown -R 10001:10001 /models /home/ropewalk
+RUN mkdir -p /models /home/ropewalk/.cache/numba /home/ropewalk/.cache/triton \
+    && chown -R 10001:10001 /models /home/ropewalk
+# On a GPU, Triton compiles the launcher of its kernels at run time, and looks for gcc or clang. gcc
+# is the smaller one (200 MB), and tcc does not know Triton's flags. torch of an index of its own
+# comes without Triton. A release of Debian has one gcc, so no version is named.
+ARG TORCH_INDEX=
+# hadolint ignore=DL3008
+RUN if [ -z "$TORCH_INDEX" ] && ! command -v gcc; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY --from=environment /opt/ropewalk/ /opt/ropewalk/
-# Downloads from the hub go to the volume, so they outlive the container. The CPU kernel is compiled
-# at first start and kept in NUMBA_CACHE_DIR: the environment itself is not writable.
+# Downloads from the hub go to the volume, so they outlive the container. The kernels of a CPU are
+# compiled at first start and kept in NUMBA_CACHE_DIR, those of a GPU in TRITON_CACHE_DIR: the
+# environment itself is not writable.
 ENV PATH=/opt/ropewalk/bin:$PATH \
     HOME=/home/ropewalk \
     HF_HOME=/models/hub \
     NUMBA_CACHE_DIR=/home/ropewalk/.cache/numba \
+    TRITON_CACHE_DIR=/home/ropewalk/.cache/triton \
     PYTHONUNBUFFERED=1 \
     ROPEWALK_HOST=0.0.0.0 \
     ROPEWALK_PORT=8000

@@ -9,6 +9,7 @@ from ropewalk.server.sentences import sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import SECTIONS, load_settings
 from ropewalk.server.startup.gate import Problems, checked
+from ropewalk.server.startup.triton_needs import refuse_without_needs
 from ropewalk.server.wording import printable
 
 _SETTINGS_FILES = (".yaml", ".yml")
@@ -43,6 +44,9 @@ def check(model: str | None, **flags: Any) -> None:
 
         log_to_stderr()
         outlook = problems.tried(lambda: outlook_of(settings))
+        if outlook is not None:
+            device = outlook.outline.device
+            problems.tried(lambda: refuse_without_needs(device))
         problems.refuse()
         assert outlook is not None, "it was made without a problem"
         click.echo(printable("\n".join(outlook_lines(settings, outlook))))

@@ -8,11 +8,12 @@ from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
 from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8, refuse_rounding
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, torch_device
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
 from ropewalk.server.process.kernel_folders import refuse_shared_kernels
 from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.triton_needs import refuse_without_needs
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -53,9 +54,10 @@ def load_model(
 
     `on_native` gets the config's rotary tables before any weight is read. `ranks`: the processes
     that hold the model together, if it is more than this one. Raises ModelError, or SettingsError
-    for a folder of compiled kernels that other users can write.
+    for a folder of compiled kernels that other users can write, and for what a GPU's kernels lack.
     """
     refuse_shared_kernels()
+    refuse_without_needs(torch_device(settings.device))
     if ranks is not None and settings.weights == "int8":
         refuse_int8("cpu", is_divided=True)
     if ranks is not None and settings.activations == "int8":

@@ -12,6 +12,7 @@ from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
 from ropewalk.server.wording import printable
 from ropewalk.studies.doctor.finding import Finding, checked
+from ropewalk.studies.doctor.gpu import gpu_findings
 from ropewalk.studies.doctor.machine import (
     check_hub_cache,
     check_huge_pages,
@@ -46,9 +47,9 @@ def doctor(*, as_json: bool, load: bool, **flags: Any) -> None:
 
     A line is ok, warn or fail, the name of the check, the finding, and what to do. The checks are
     Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, the
-    settings' files, port and MODEL. No weights are loaded without --load. The exit code is 0 if no
-    check fails, else that of `serve`, which is 2 for all that can be mended. The settings are those
-    of `serve`.
+    settings' files, port and MODEL, and for a GPU driver, compiler and Triton's cache. No weights
+    are loaded without --load. The exit code is 0 if no check fails, else that of `serve`, which is
+    2 for all that can be mended. The settings are those of `serve`.
     """
     with sentences():
         settings = load_settings(given(flags))
@@ -90,6 +91,7 @@ def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Findin
     else:
         yield checked("torch", lambda: check_torch(torch))
         yield checked("device", lambda: check_device(torch, settings.device))
+    yield from gpu_findings(settings.device, None if isinstance(torch, Finding) else torch)
     yield checked("processor", check_processor)
     yield checked("kernel cache", check_kernel_cache)
     yield checked("memory", check_memory)

@@ -23,6 +23,7 @@ _AGAIN = "install ropewalk again into a new virtual environment (docs/deploy.md)
 _NAMED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "numba")
 _NEWEST_TRIED = (3, 13)
 _IMPORT_S = 120
+LEAST_CAPABILITY = (8, 0)  # of flash attention, and of what the project compiles for (tests/hopper)
 _PROBE = """
 import json
 import torch
@@ -30,10 +31,19 @@ gpus = []
 if torch.cuda.is_available():
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        gpus.append([found.name, found.total_memory])
+        gpus.append([found.name, found.total_memory, [found.major, found.minor]])
 facts = [torch.__version__, torch.version.cuda, getattr(torch.version, "hip", None), gpus]
 print(json.dumps([*facts, torch.get_num_threads()]))
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that torch finds."""
+
+    name: str
+    num_bytes: int  # of memory
+    capability: tuple[int, int]  # NVIDIA's number for what a card can do
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class TorchFacts:
     """A torch that could be imported."""
 
     build: TorchBuild
-    gpus: tuple[tuple[str, int], ...]  # name and bytes of memory
+    gpus: tuple[Gpu, ...]
     num_threads: int
 
 
@@ -113,7 +123,8 @@ def read_torch() -> TorchFacts | Finding:
         return Finding("fail", "torch", f"cannot be imported: {last_line}", _AGAIN)
     version, cuda, hip, gpus, num_threads = json.loads(ended.stdout)
     build = TorchBuild(version, cuda, hip, finds_gpu=bool(gpus))
-    return TorchFacts(build, tuple((name, size) for name, size in gpus), num_threads)
+    found = (Gpu(name, size, (major, minor)) for name, size, (major, minor) in gpus)
+    return TorchFacts(build, tuple(found), num_threads)
 
 
 def check_torch(facts: TorchFacts) -> Finding:
@@ -136,8 +147,22 @@ def check_device(facts: TorchFacts, device: str) -> Finding:
         return Finding(
             "warn",
             "device",
-            f"{facts.gpus[0][0]} by ROCm, which this project has not tried",
+            f"{facts.gpus[0].name} by ROCm, which this project has not tried",
             "use --device cpu if answers are wrong",
         )
-    listed = [f"{name}, {size_text(size)}" for name, size in facts.gpus]
-    return Finding("ok", "device", f"cuda: {'; '.join(listed)}")
+    text = "cuda: " + "; ".join(
+        f"{each.name}, {size_text(each.num_bytes)}, compute capability {_shown(each.capability)}"
+        for each in facts.gpus
+    )
+    if facts.gpus[index].capability < LEAST_CAPABILITY:
+        return Finding(
+            "warn",
+            "device",
+            f"{text}, and the kernels are made for {_shown(LEAST_CAPABILITY)} and later",
+            "use another card, or --device cpu (docs/deploy.md)",
+        )
+    return Finding("ok", "device", text)
+
+
+def _shown(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -66,6 +66,45 @@ def test_the_user_is_a_number_and_owns_its_home_and_the_models() -> None:
     assert re.findall(r"chown (.*)", STAGES[-1]) == ["-R 10001:10001 /models /home/ropewalk"]
 
 
+def test_the_user_owns_the_folders_of_compiled_kernels() -> None:
+    """Those of a CPU and of a GPU, below the home, which is given to the user behind them."""
+    names = [name for name in VARIABLES if name.endswith("_CACHE_DIR")]
+    assert names == ["NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"]
+    (made,) = re.findall(r"mkdir -p (.*?) && chown", re.sub(" +", " ", STAGES[-1]))
+    assert made.split() == ["/models", *(VARIABLES[name] for name in names)]
+    assert all(VARIABLES[name].startswith(VARIABLES["HOME"]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("index", "has_gcc", "installs"),
+    [("", False, True), ("", True, False), ("https://an-index", False, False)],
+)
+def test_an_image_for_a_gpu_has_a_compiler(
+    tmp_path: Path, index: str, *, has_gcc: bool, installs: bool
+) -> None:
+    """The step runs with programs that note their arguments.
+
+    What the packages compile is in tests/server/startup/test_triton_needs.py.
+    """
+    (step,) = (each for each in instructions("RUN", STAGES[-1:]) if "gcc" in each)
+    assert "ARG TORCH_INDEX=\n" in STAGES[-1].partition(step)[0]
+    for name in ("apt-get", "rm", *(["gcc"] if has_gcc else [])):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{tmp_path}/told"\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": str(tmp_path), "TORCH_INDEX": index}
+    subprocess.run(["/bin/sh", "-f", "-c", step], env=environment, check=True)
+    told = (tmp_path / "told").read_text().splitlines() if (tmp_path / "told").exists() else []
+    assert (
+        told
+        == [
+            "apt-get update",
+            "apt-get install --yes --no-install-recommends gcc libc6-dev",
+            "rm -rf /var/lib/apt/lists/*",
+        ]
+        * installs
+    )
+
+
 def test_variables_are_settings_and_the_port_is_exposed() -> None:
     """A variable that is no setting would stop the server."""
     settings = {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}

@@ -104,6 +104,24 @@ def test_flags_and_paths_are_those_of_the_server_and_its_mounts() -> None:
     assert (security["runAsUser"], security["runAsGroup"]) == (user, group)
 
 
+def test_what_sets_a_folder_for_one_kind_of_kernels_sets_both() -> None:
+    """In all files of docker/; else the kernels of a GPU are written below a read-only home."""
+    setting = r"\b{}_CACHE_DIR(?:=|, value: )(\S+)/{}\b"
+    files = [path for path in MANIFEST.parent.rglob("*") if path.is_file()]
+    numba, triton = (
+        {
+            path.name: re.findall(setting.format(name.upper(), name), path.read_text())
+            for path in files
+        }
+        for name in ("numba", "triton")
+    )
+    assert numba == triton
+    assert {name for name, found in numba.items() if found} == {MANIFEST.name, UNIT.name}
+    assert mount_of(f"{numba[MANIFEST.name][0]}/triton")["name"] == "cache"
+    assert VOLUMES["cache"] == {"name": "cache", "emptyDir": {}}
+    assert numba[UNIT.name] == [f"%C/{unit()['Service']['CacheDirectory']}"]
+
+
 def test_the_grace_period_covers_the_drain(tmp_path: Path) -> None:
     """The same holds for the unit."""
     settings = load_settings({"config": str(unpacked(tmp_path, "k"))})

@@ -111,6 +111,31 @@ def test_the_patched_deployment_is_one_that_the_cluster_accepts() -> None:
         kubernetes_validate.validate(wrong, newest, strict=True)
 
 
+def test_the_patch_for_a_gpu_gives_one_and_changes_nothing_else() -> None:
+    """Probes and security stay. The server sizes its cache by the GPU, as no setting names one."""
+    given = patched(OBJECTS["Deployment"], read("kubernetes.gpu.yaml"))
+    try:
+        import kubernetes_validate
+    except ImportError:
+        missing("kubernetes-validate")
+    newest = kubernetes_validate.latest_version()
+    assert newest.startswith(kubernetes_validate.validate(given, newest, strict=True))
+    pod, plain = (each["spec"]["template"]["spec"] for each in (given, OBJECTS["Deployment"]))
+    (taint,) = pod.pop("tolerations")
+    (server,), (before,) = pod["containers"], plain["containers"]
+    limits = server.pop("resources")["limits"]
+    assert limits[taint["key"]] == "1"
+    assert int(limits["memory"].removesuffix("Gi")) > 8
+    *others, device = server.pop("env")
+    assert device == {"name": "ROPEWALK_DEVICE", "value": "cuda"}
+    assert others == before["env"]
+    same = {name: each for name, each in before.items() if name not in ("resources", "env")}
+    assert {**pod, "containers": None} == {**plain, "containers": None}
+    assert server == same
+    settings = yaml.safe_load(OBJECTS["ConfigMap"]["data"]["ropewalk.yaml"])
+    assert not [name for name in settings if name.startswith("kv_cache")]
+
+
 def test_the_patch_changes_the_pod_by_its_end_only() -> None:
     """A pod that ends answers on until no node sends it connections, and drains after that."""
     assert DEPLOYMENT["spec"]["replicas"] == 2

@@ -21,7 +21,13 @@ from ropewalk.studies.doctor.machine import (
     check_memory,
     check_processor,
 )
-from ropewalk.studies.doctor.packages import TorchFacts, check_device, check_packages, read_torch
+from ropewalk.studies.doctor.packages import (
+    Gpu,
+    TorchFacts,
+    check_device,
+    check_packages,
+    read_torch,
+)
 from tests.servers.hub_server import use_hub
 from tests.servers.processes import run_here, run_to_end
 
@@ -30,6 +36,8 @@ NAMES = (
     *("memory", "huge pages", "hub cache", "settings", "port", "model"),
 )
 HERE = ("--port", "0", "--device", "cpu")
+H200, _H200 = Gpu("H200", 150 << 30, (9, 0)), "H200, 150 GiB, compute capability 9.0"
+T4, _T4 = Gpu("T4", 15 << 30, (7, 5)), "T4, 15 GiB, compute capability 7.5"
 
 
 @pytest.fixture
@@ -39,9 +47,8 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def facts(*gpus: tuple[str, int], hip: str | None = None) -> TorchFacts:
+def facts(*gpus: Gpu, cuda: str | None = "13.0", hip: str | None = None) -> TorchFacts:
     """A torch that finds these GPUs."""
-    cuda = "13.0" if gpus and hip is None else None
     return TorchFacts(TorchBuild("2.13", cuda, hip, finds_gpu=bool(gpus)), gpus, 4)
 
 
@@ -126,23 +133,30 @@ def test_a_torch_that_is_missing_or_crashes_is_a_finding(
     ("gpus", "device", "status", "text"),
     [
         ((), "auto", "ok", "cpu, 4 threads"),
-        ((("H200", 150 << 30),), "auto", "ok", "cuda: H200, 150 GiB"),
-        ((("H200", 150 << 30),), "cpu", "ok", "cpu, 4 threads"),
-        ((("H200", 150 << 30),), "cuda:1", "fail", "device is cuda:1, and torch finds 1 GPUs"),
+        ((H200,), "auto", "ok", f"cuda: {_H200}"),
+        ((H200,), "cpu", "ok", "cpu, 4 threads"),
+        ((H200,), "cuda:1", "fail", "device is cuda:1, and torch finds 1 GPUs"),
         ((), "cuda", "fail", "device is cuda, and torch finds 0 GPUs"),
+        ((H200, T4), "cuda", "ok", f"cuda: {_H200}; {_T4}"),
+        (
+            (H200, T4),
+            "cuda:1",
+            "warn",
+            f"cuda: {_H200}; {_T4}, and the kernels are made for 8.0 and later",
+        ),
     ],
 )
 def test_the_device_of_the_settings_is_looked_for(
-    gpus: tuple[tuple[str, int], ...], device: str, status: str, text: str
+    gpus: tuple[Gpu, ...], device: str, status: str, text: str
 ) -> None:
-    """A GPU has its name and its memory."""
+    """A GPU has its name, its memory, and a capability that the kernels may be too new for."""
     found = check_device(facts(*gpus), device)
     assert (found.status, found.text) == (status, text)
 
 
 def test_rocm_is_a_warning() -> None:
     """The project has not tried it."""
-    assert check_device(facts(("MI300", 1 << 30), hip="6.4"), "auto").status == "warn"
+    assert check_device(facts(Gpu("MI300", 1 << 30, (9, 4)), hip="6.4"), "auto").status == "warn"
 
 
 def test_missing_and_old_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
