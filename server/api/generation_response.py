@@ -192,7 +192,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer piece by piece; an error after the first byte is its own event.
 
-        Each output is one event. The events of outputs that are ready together are sent together.
+        Events that are ready together are sent together.
         """
         yield self.first_events()
         limit_s = self.service.settings.sse_keep_alive_seconds or None
@@ -223,29 +223,34 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return _usage(self.choices[:: self.body.num_answers], self.choices)
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
-        """Yield (choice, output) of outputs that are ready.
+        """Yield (choice, output) of events that are ready; an output has all tokens of its event.
 
         Raises EngineStoppedError, OutputNotReadError, or RequestError if the request's grammar
         cannot continue, or RequestTimeoutError if no answer has begun in its time.
         """
-        for index, given in self._submission.ready(_MOST_TOGETHER):
-            output = self._in_time(given)
-            if output.finish_reason is FinishReason.ERROR:
-                kind = OutputNotReadError if self._submission.is_unread else EngineStoppedError
-                raise kind(f"The request failed: {output.error}.")
-            state = self.choices[index]
-            if output.finish_reason is FinishReason.REFUSED:
-                grammar = state.request.grammar
-                field = self.body.own_name(None if grammar is None else grammar.field)
-                raise RequestError(f"`{field}`: {output.error}", param=field)
-            state.num_generated += len(output.token_ids)
-            state.num_cached_tokens = output.num_cached_tokens
-            state.timings = output.timings
-            if output.finish_reason is not None:
-                state.drafts = output.drafts
-            if self.listener is not None:
-                self.listener(index, output)
-            yield index, output
+        for index, outputs in self._submission.ready(_MOST_TOGETHER):
+            noted = [self._noted(index, each) for each in outputs]
+            yield index, _joined(noted)
+
+    def _noted(self, index: int, given: Output) -> Output:
+        """Return an output of one token after it was counted and heard. Raises as `_ready`."""
+        output = self._in_time(given)
+        if output.finish_reason is FinishReason.ERROR:
+            kind = OutputNotReadError if self._submission.is_unread else EngineStoppedError
+            raise kind(f"The request failed: {output.error}.")
+        state = self.choices[index]
+        if output.finish_reason is FinishReason.REFUSED:
+            grammar = state.request.grammar
+            field = self.body.own_name(None if grammar is None else grammar.field)
+            raise RequestError(f"`{field}`: {output.error}", param=field)
+        state.num_generated += len(output.token_ids)
+        state.num_cached_tokens = output.num_cached_tokens
+        state.timings = output.timings
+        if output.finish_reason is not None:
+            state.drafts = output.drafts
+        if self.listener is not None:
+            self.listener(index, output)
+        return output
 
     def _in_time(self, output: Output) -> Output:
         """Return the output; a choice without a token ends as the others do, if one has begun.
@@ -377,15 +382,13 @@ def finite(logprob: float) -> float:
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
+    """Return one output with the tokens of all; the rest is the last one's."""
     last = outputs[-1]
-    return Output(
+    if len(outputs) == 1:
+        return last
+    return last._replace(
         text="".join(each.text for each in outputs),
         token_ids=tuple(token_id for each in outputs for token_id in each.token_ids),
         logprobs=tuple(entry for each in outputs for entry in each.logprobs),
-        cut_logprobs=last.cut_logprobs,
         prompt_logprobs=tuple(entry for each in outputs for entry in each.prompt_logprobs),
-        finish_reason=last.finish_reason,
-        stop_string=last.stop_string,
-        tier=last.tier,
-        num_rescales=last.num_rescales,
     )

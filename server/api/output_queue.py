@@ -24,6 +24,7 @@ from ropewalk.model_runtime.engine.admission import Places
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.request import FinishReason, Output, Request
 from ropewalk.server.access.refusals import ClientDisconnectedError
+from ropewalk.server.middleware.connections import chunk_writer
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -69,13 +70,22 @@ class Submission:
         places: Places,
         *,
         max_unread: int,
+        stream_interval: int,
     ) -> None:
-        """Submit the requests. Raises what the engine raises."""
+        """Submit the requests. Raises what the engine raises.
+
+        `max_unread`: most outputs that are ready and not read. `stream_interval`: the outputs that
+        are ready together, but for the first token and the last output of a request.
+        """
         self.requests = requests
         self._engine = engine
         self._max_unread = max_unread
+        self._interval = stream_interval
         self._loop = loop = asyncio.get_running_loop()
-        self._outputs: deque[tuple[int, Output]] = deque()
+        self._outputs: deque[tuple[int, list[Output]]] = deque()
+        self._num_unread = 0
+        self._held: list[list[Output]] = [[] for _ in requests]  # that wait for others
+        self._num_wanted = [1 for _ in requests]  # outputs that are ready together
         self._waiter: asyncio.Future[bool] | None = None  # of the reader: whether an output came
         self._waits_since = 0.0  # the loop's time
         self._silence: asyncio.TimerHandle | None = None
@@ -102,16 +112,17 @@ class Submission:
         self._waiter = self._loop.create_future()
         return await self._waiter
 
-    def ready(self, most: int) -> Iterator[tuple[int, Output]]:
-        """Yield up to `most` outputs that are there, as (index of the request, output).
+    def ready(self, most: int) -> Iterator[tuple[int, Sequence[Output]]]:
+        """Yield up to `most` times outputs that are one event, as (index of the request, outputs).
 
         Each request's last output has a finish_reason.
         """
         for _ in range(min(most, len(self._outputs))):
-            index, output = self._outputs.popleft()
-            if output.finish_reason is not None:
+            index, outputs = self._outputs.popleft()
+            self._num_unread -= len(outputs)
+            if outputs[-1].finish_reason is not None:
                 self._open.discard(index)
-            yield index, output
+            yield index, outputs
 
     def close(self) -> None:
         """Abort unfinished requests; their pages are free after the current step."""
@@ -124,14 +135,25 @@ class Submission:
     def _receive(self, index: int, output: Output) -> None:
         if index not in self._open:
             return  # already closed or aborted here
-        if len(self._outputs) >= self._max_unread:
+        if self._num_unread >= self._max_unread:
             # A client that does not read must not fill the memory.
             error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
             output = Output(finish_reason=FinishReason.ERROR, error=error)
             self.is_unread = True
             self._engine.abort(self.requests[index].request_id)
             self._open.discard(index)
-        self._outputs.append((index, output))
+        held = self._held[index]
+        held.append(output)
+        if output.finish_reason is None:
+            # By counts and never by a clock: a router that continues a stream on another server
+            # compares the events of both.
+            if len(held) < self._num_wanted[index]:
+                return
+            if output.token_ids:
+                self._num_wanted[index] = self._interval
+        self._held[index] = []
+        self._outputs.append((index, held))
+        self._num_unread += len(held)
         self._wake(has_output=True)
 
     def _wake(self, *, has_output: bool) -> None:
@@ -227,9 +249,24 @@ class EventStream(StreamingResponse):
         headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)
         self._close = close
+        self._write: Callable[[bytes], Awaitable[None]] | None = None
+
+    async def stream_response(self, send: Send) -> None:
+        """Send head, events and end; the events by the shortest way that the server has."""
+        if self._write is None:
+            await super().stream_response(send)
+            return
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        async for events in self.body_iterator:
+            if events:
+                assert isinstance(events, bytes)
+                await self._write(events)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
+        self._write = chunk_writer(scope)
         try:
             await super().__call__(scope, receive, send)
         finally:

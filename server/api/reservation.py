@@ -75,6 +75,7 @@ class Reservation:
                 self.arrived,
                 self.places,
                 max_unread=self.service.settings.max_unread_tokens,
+                stream_interval=self.service.settings.stream_interval,
             )
 
     def _num_last(self, asked: int) -> int:

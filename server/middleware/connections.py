@@ -7,13 +7,15 @@ holds the number of connections.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+_WRITE_CHUNK = "write_chunk"  # in the state of a scope
 _EVENTS_OF_A_TURN = 128  # 3 ms; a chunk is an event, and a read may hold 40,000 chunks
 
 
@@ -96,6 +98,7 @@ class LimitedProtocol(H11Protocol):
         most = self.config.h11_max_incomplete_event_size
         assert most is not None, "max_header_bytes"
         self.conn = _PatientConnection(h11.SERVER, most)
+        self.app_state = {**self.app_state, _WRITE_CHUNK: self.write_chunk}
         self.on_lost: Callable[[], None] | None = None
         self._shared = shared
         self._has_turn = False
@@ -135,6 +138,20 @@ class LimitedProtocol(H11Protocol):
             super().send_400_response(msg)
         else:
             self.transport.close()
+
+    async def write_chunk(self, data: bytes) -> None:
+        """Send a piece of an answer's body, of which the head has been sent, past uvicorn and h11.
+
+        The answer must be to no HEAD, and its head must have no Content-Length. h11 then counts no
+        bytes of the body, so it needs to see the head and the end only. `data` is not empty.
+        """
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if self.cycle.disconnected:
+            return
+        version = self.conn.their_http_version
+        is_chunked = version is not None and version >= b"1.1"  # h11's rule
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def cut_off(self) -> None:
         """Close in the midst of an answer that has begun; what is sent already still arrives."""
@@ -198,3 +215,9 @@ class LimitedProtocol(H11Protocol):
         self._head_timer = None
         if self.is_idle:
             self.transport.close()
+
+
+def chunk_writer(scope: Scope) -> Callable[[bytes], Awaitable[None]] | None:
+    """Return `write_chunk` of the request's connection; None if another server has it."""
+    found: Callable[[bytes], Awaitable[None]] | None = scope.get("state", {}).get(_WRITE_CHUNK)
+    return found

@@ -45,6 +45,14 @@ class HttpSettings(Section):
         ge=0,
         allow_inf_nan=False,
     )
+    stream_interval: int = setting(
+        1,
+        "Tokens in an event of a stream. The first token is sent alone and at once, and the last "
+        "with those that wait.",
+        unit="tokens",
+        ge=1,
+        le=1024,
+    )
     context_buckets: Integers | None = setting(
         None,
         "Upper bounds of the metrics' context_bucket label, at most 11. Default: fractions "

@@ -31,7 +31,7 @@ _LIBRARIES = ("jinja2", "llguidance", "pydantic", "tokenizers")  # beside those 
 # decide when and where an answer is computed.
 _SETTINGS = (
     *("activations", "max_parallel_tool_calls", "override_generation_config", "reasoning"),
-    *("tool_format", "weights", "whitespace_pattern"),
+    *("stream_interval", "tool_format", "weights", "whitespace_pattern"),
 )
 
 

@@ -9,6 +9,7 @@ import string
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ropewalk.model_runtime.request import FinishReason, Output
@@ -248,16 +249,18 @@ class PartAnswer(HttpAnswer[AskedT], Generic[AskedT, Told]):
         """Return what tells of a part that is over; None: nothing does."""
 
     def told(self, index: int, output: Output) -> list[Told]:
-        """Return what tells of the changes of a choice up to this output."""
+        """Return what tells of the changes of a choice up to this output, the growth at once."""
         found: list[Told] = []
         changes = self.readers[index].changes(output, always_has_text=self.always_has_text)
-        for change, part, text in changes:
-            if change == "grown":
-                found.append(self.grown(part, text))
+        for is_growth, each in groupby(changes, lambda change: change[0] == "grown"):
+            if is_growth:
+                grown = list(each)
+                found.append(self.grown(grown[0][1], "".join(text for _, _, text in grown)))
                 continue
-            of_part = self.begun(part) if change == "begun" else self.ended(part)
-            if of_part is not None:
-                found.append(of_part)
+            for change, part, _ in each:
+                of_part = self.begun(part) if change == "begun" else self.ended(part)
+                if of_part is not None:
+                    found.append(of_part)
         return found
 
 

@@ -28,7 +28,9 @@ BODIES: dict[str, tuple[type[EventAnswer[Any]], Any]] = {
 }
 
 
-def answer_of(api: str, keep_alive_s: float = 0.0) -> tuple[EventAnswer[Any], Outputs]:
+def answer_of(
+    api: str, keep_alive_s: float = 0.0, interval: int = 1
+) -> tuple[EventAnswer[Any], Outputs]:
     """A streamed answer, and the engine behind it. Needs a running loop."""
     answer_type, body = BODIES[api]
     queue = OutputQueue()
@@ -41,6 +43,7 @@ def answer_of(api: str, keep_alive_s: float = 0.0) -> tuple[EventAnswer[Any], Ou
         0.0,
         Places(1),
         max_unread=1000,
+        stream_interval=interval,
     )
     asked = TurnRequest.model_construct(max_tokens=9, stream=True)
     return answer_type(service, submission, asked, None, body), engine

@@ -84,7 +84,12 @@ class Outputs:
 
 
 def answer_of(
-    route: str, *, keep_alive_s: float = 0.0, max_unread: int = 1000, **fields: Any
+    route: str,
+    *,
+    keep_alive_s: float = 0.0,
+    max_unread: int = 1000,
+    interval: int = 1,
+    **fields: Any,
 ) -> tuple[ChunkAnswer[Any], Outputs]:
     """An answer to a streamed request, and the engine behind it. Needs a running loop."""
     answer_type, body_type, prompt = ROUTES[route]
@@ -105,6 +110,7 @@ def answer_of(
         0.0,
         Places(len(requests)),
         max_unread=max_unread,
+        stream_interval=interval,
     )
     answer = answer_type(service, submission, body)
     answer.created = 7

@@ -172,7 +172,7 @@ def test_other_words_for_number_types_are_read(
         ("--max-modl-len", " Did you mean `--max-model-len`?"),
         ("--max_model_len", " Did you mean `--max-model-len`?"),
         ("--served-name", ""),
-        ("--stream-interval", ""),
+        ("--stream-output", ""),
         ("--max-seq-len", ""),
         ("--folder-of-weights", ""),
         ("--wibble", ""),

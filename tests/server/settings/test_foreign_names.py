@@ -81,7 +81,7 @@ FLAGS = names("""
     --max-lora-rank --max-cpu-loras --fully-sharded-loras --ssl-ca-certs --ssl-cert-reqs
     --enable-ssl-refresh --allow-credentials --allowed-methods --allowed-headers
     --allowed-local-media-path --lora-paths --log-level-http --rope-theta --max-log-len
-    --stream-interval --timeout --slots --props --no-slots --metrics --threads-batch
+    --timeout --slots --props --no-slots --metrics --threads-batch
     --threads-http --cpu-mask --prio --poll --keep --escape --rope-scaling --rope-scale
     --yarn-orig-ctx --defrag-thold --mlock --no-mmap --numa --split-mode --tensor-split
     --main-gpu --check-tensors --lora --control-vector --log-disable --log-file --log-colors
