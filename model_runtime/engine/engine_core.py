@@ -3,60 +3,38 @@
 A step is scheduled, runs, and its logits are processed (`postprocess.py`). Nothing here is
 thread-safe.
 
-A device that runs asynchronously stays one step ahead while steps only decode, except for a model
-with states. The step after the current one is launched before the tokens of the current one are
-read. They go from step to step on the device. The host delivers them while the device computes the
-next ones. If drafts are expected, then the tokens are read first (`speculator.py`).
-
-Shapes: R = rows of logits, V = vocabulary.
+A device that runs asynchronously stays one step ahead where it can (`launcher.py`). The step after
+the current one is launched before the tokens of the current one are read. They go from step to step
+on the device. The host delivers them while the device computes the next ones. If drafts are
+expected, then the tokens are read first (`speculator.py`).
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import structlog
-from torch import Tensor
 
-from ropewalk.model_runtime.attention.batch import Span, single_rows
 from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.launcher import InFlight, Launcher
 from ropewalk.model_runtime.engine.observer import Observer
-from ropewalk.model_runtime.engine.postprocess import ComputedChunk, Postprocessor
+from ropewalk.model_runtime.engine.postprocess import Postprocessor
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.right_drafts import RightDrafts
-from ropewalk.model_runtime.engine.runner import (
-    Launched,
-    Runner,
-    StepMemoryError,
-    memory_errors_told,
-)
+from ropewalk.model_runtime.engine.runner import Runner, StepMemoryError
 from ropewalk.model_runtime.engine.speculator import Speculator
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
-from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
-from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
-from ropewalk.model_runtime.state_shape import StatePart
+from ropewalk.model_runtime.scheduling.step_plan import StepPlan
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
 
 _log = structlog.get_logger(__name__)
 _IS_PLAIN = attrgetter("is_plain")
-_IS_MEMORYLESS = attrgetter("is_memoryless")
-_UNKNOWN = (0,)  # in the place of a token that only the device has
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A launched step whose tokens are not read yet."""
-
-    plan: StepPlan
-    states: Sequence[RequestState]
-    launched: Launched
 
 
 class EngineCore:
@@ -92,7 +70,10 @@ class EngineCore:
             self._requests, self.scheduler, observer, self._clock, right_drafts
         )
         self._is_retrying = False  # the previous step ran out of memory
-        self._in_flight: _InFlight | None = None  # launched before the last tokens were read
+        self._launcher = Launcher(
+            runner, self.scheduler, self._requests, self._clock, self._prepare_tier
+        )
+        self._in_flight: InFlight | None = None  # launched before the last tokens were read
         self._tier = tier
         self._computes = False  # the last step had a sequence
         self._speculator = Speculator.of(runner, config, self.scheduler.pages, observer)
@@ -206,7 +187,7 @@ class EngineCore:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule(
             starts_waiting=not self._is_retrying,
-            num_prefill_tokens=self._prefill_budget.num_tokens(self.scheduler.num_decodes),
+            num_prefill_tokens=self._prefill_budget.num_tokens,
         )
         self._note_plan(plan)
         if self._speculator is not None and plan.is_decode_only and not self._is_retrying:
@@ -243,137 +224,48 @@ class EngineCore:
         if self._in_flight is not None:
             self._finish(self._in_flight)
             return
-        chunks = plan.chunks.values()
         with self._clock.part("build"):
             states = [self._requests.of(sequence) for sequence in plan.chunks]
             has_drafts = self._speculator is not None and self._speculator.has_drafts
-            # A token of a launched step may be thrown away, and a state cannot go back.
-            is_ahead = self._runner.is_asynchronous and self._states is None
-            is_ahead = is_ahead and plan.is_decode_only and not has_drafts
-            launched = None
-            if is_ahead and all(map(_IS_MEMORYLESS, states)):
-                launched = self._launch(plan, states, None)
+            launched = None if has_drafts else self._launcher.launch(plan, states)
             if launched is None:
-                with memory_errors_told():  # of a new rotation table
-                    spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
-                if has_drafts and self._runner.is_asynchronous:
-                    spans = single_rows(spans)  # as recorded steps take them
-                logits_RV = self._forward(spans)
+                logits_RV = self._launcher.forward(plan, states, has_drafts=has_drafts)
         if launched is not None:
             self._finish(launched)
-            return
-        if has_drafts:
-            at_once = self._runner.is_asynchronous
-            self._postprocessor.process_drafts(list(chunks), logits_RV, at_once=at_once)
-            return
-        if plan.is_decode_only and all(map(_IS_PLAIN, states)):
+        elif has_drafts:
+            at_once, chunks = self._runner.is_asynchronous, list(plan.chunks.values())
+            self._postprocessor.process_drafts(chunks, logits_RV, at_once=at_once)
+        elif plan.is_decode_only and all(map(_IS_PLAIN, states)):
             self._postprocessor.process_decodes(states, logits_RV)
-            return
-        computed, row = [], 0
-        for chunk, state, span in zip(chunks, states, spans, strict=True):
-            end = row + len(span.logit_rows)
-            computed.append(ComputedChunk(chunk, state, slice(row, end), chunk.is_last))
-            row = end
-        self._postprocessor.process(computed, logits_RV)
+        else:
+            self._postprocessor.process(plan.chunks.values(), states, logits_RV)
 
-    def _finish(self, current: _InFlight) -> None:
+    def _finish(self, current: InFlight) -> None:
         """Launch the step after a launched one, then read and deliver the tokens of that one."""
-        self._in_flight = None
-        following = None if self._expects_drafts(current) else self._launch_following(current)
+        self._in_flight = following = None
+        if not self._expects_drafts(current):
+            num_tokens = self._prefill_budget.num_tokens
+            following = self._launcher.launch_after(current, num_tokens)
         is_finite_R, token_ids = self._read(current)
         if following is not None:
-            # If a sequence ends now, the device still computes a token of it, which is not read.
+            # If a sequence ends now, the device still computes tokens of it, which are not read.
             self.scheduler.pages.detain()
             self._in_flight = following
-        live = [row for row, state in enumerate(current.states) if state.sequence.is_running]
-        self._postprocessor.add_tokens(
-            [current.states[row] for row in live],
-            [is_finite_R[row] for row in live],
-            [token_ids[row] for row in live],
-        )
+            self._note_plan(following.plan)
+        self._postprocessor.process_launched(current.plan, current.states, is_finite_R, token_ids)
 
-    def _expects_drafts(self, current: _InFlight) -> bool:
+    def _expects_drafts(self, current: InFlight) -> bool:
         """Return whether the step after a launched one needs its tokens, to check drafts."""
         speculator = self._speculator
         return speculator is not None and speculator.expects_drafts(current.plan, self._requests)
 
-    def _launch_following(self, current: _InFlight) -> _InFlight | None:
-        """Launch the step after a launched one; None if it has to be planned anew."""
-        plan = self.scheduler.following(current.plan)
-        if plan is None:
-            return None
-        states = [self._requests.of(sequence) for sequence in plan.chunks]
-        try:
-            return self._launch(plan, states, current)
-        except StepMemoryError:
-            self._runner.check_device()  # raises if other ranks have begun the step
-            return None  # the next step is planned, and runs out of memory, without this one
-
-    def _launch(
-        self, plan: StepPlan, states: Sequence[RequestState], current: _InFlight | None
-    ) -> _InFlight | None:
-        """Launch decodes, whose tokens are known or are those of the current step.
-
-        Returns None if a row cannot be sampled; a step that waits finds out which one.
-        """
-        self._prepare_tier()
-        with self._clock.part("build"), memory_errors_told():
-            before, num_unknown = None, 0
-            if current is not None:
-                places = [
-                    row
-                    for row, sequence in enumerate(current.plan.chunks)
-                    if sequence in plan.chunks
-                ]
-                before, num_unknown = (current.launched, places), 1
-            spans = [
-                self._span(chunk, state, num_unknown)
-                for chunk, state in zip(plan.chunks.values(), states, strict=True)
-            ]
-            try:
-                rows = [state.sampling_row(num_unknown) for state in states]
-                with self._clock.part("forward"):
-                    return _InFlight(plan, states, self._runner.launch(spans, rows, before))
-            except (RuntimeError, MemoryError):  # of the device
-                raise
-            except Exception:  # noqa: BLE001  # it comes again in the step that waits
-                self._runner.check_device()  # raises if other ranks have begun the step
-                return None
-
-    def _read(self, in_flight: _InFlight) -> tuple[list[bool], list[int]]:
+    def _read(self, in_flight: InFlight) -> tuple[list[bool], list[int]]:
         """Wait for a launched step, after which no page has to be detained."""
         try:
             with self._clock.part("sample"):
                 return in_flight.launched.read()
         finally:
             self.scheduler.pages.release_detained()
-
-    def _forward(self, spans: Sequence[Span]) -> Tensor:
-        self._prepare_tier()
-        with memory_errors_told():
-            forward = self._runner.prepare(spans)
-            with self._clock.part("forward"):
-                return forward()
-
-    def _span(self, chunk: Chunk, state: RequestState, num_unknown: int = 0) -> Span:
-        sequence, tier = chunk.sequence, chunk.tier
-        first = sequence.num_computed + num_unknown
-        if state.table[0] is not tier:
-            state.table = tier, self._runner.table_id(tier.profile)
-        return Span(
-            _UNKNOWN if num_unknown else chunk.token_ids,
-            first,
-            state.page_row.follow(sequence.pages),
-            state.table[1],
-            chunk.logit_rows,
-            () if self._states is None else self._state_parts(self._states, chunk),
-            sequence.open_page,
-        )
-
-    @staticmethod
-    def _state_parts(states: SequenceStates, chunk: Chunk) -> Sequence[StatePart]:
-        num_drafted = len(chunk.draft)
-        return states.parts(chunk.sequence, chunk.num_tokens - num_drafted, num_drafted)
 
     def _make_room(self) -> bool:
         """Preempt sequences; return False if fewer than two run."""

@@ -4,7 +4,7 @@ Shapes: R = rows of logits, V = vocabulary.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,15 +13,20 @@ from torch import Tensor
 
 from ropewalk.model_runtime.engine.choose_tokens import NO_TOKEN, choose_tokens
 from ropewalk.model_runtime.engine.observer import Observer
-from ropewalk.model_runtime.engine.output_processor import Answer
+from ropewalk.model_runtime.engine.reports import (
+    NewToken,
+    progress,
+    reported_logprobs,
+    score_prompt,
+)
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.right_drafts import RightDrafts
 from ropewalk.model_runtime.errors import GrammarError
-from ropewalk.model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from ropewalk.model_runtime.runner.sampler import logprobs, rows_at
+from ropewalk.model_runtime.request import FinishReason, Output, TokenLogprob
+from ropewalk.model_runtime.runner.sampler import rows_at
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
-from ropewalk.model_runtime.scheduling.step_plan import Chunk
+from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 _log = structlog.get_logger(__name__)
 
@@ -33,14 +38,6 @@ class ComputedChunk(NamedTuple):
     state: RequestState
     rows: slice  # its rows of logits
     is_last: bool  # a token is sampled from its last row
-
-
-class _NewToken(NamedTuple):
-    """A sampled token that its answer does not contain yet."""
-
-    state: RequestState
-    row: int  # of the logits
-    token_id: int
 
 
 class _Rows(NamedTuple):
@@ -76,15 +73,59 @@ class Postprocessor:
         self._observer = observer
         self._clock = clock
 
-    def process(self, computed: Sequence[ComputedChunk], logits_RV: Tensor) -> None:
+    def process(
+        self, chunks: Collection[Chunk], states: Sequence[RequestState], logits_RV: Tensor
+    ) -> None:
         """Update the requests of a step, whose chunks are in the order of their rows."""
+        computed = _computed(chunks, states)
         with self._clock.part("sample"):
             sampled, endings = _split(computed)
-            states = [each.state for each in sampled]
             places = [each.rows.stop - 1 for each in sampled]
-            is_finite_R, token_ids = choose_tokens(logits_RV, places, states)
+            states = [each.state for each in sampled]
+            chosen = choose_tokens(logits_RV, places, states)
+        self._update(computed, sampled, endings, chosen, logits_RV)
+
+    def process_launched(
+        self,
+        plan: StepPlan,
+        states: Sequence[RequestState],
+        is_finite_R: Sequence[bool],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Update the requests of a launched step from the token of each of its rows.
+
+        Some may have ended since the launch.
+        """
+        if plan.is_decode_only:
+            live = [row for row, state in enumerate(states) if state.sequence.is_running]
+            self.add_tokens(
+                [states[row] for row in live],
+                [is_finite_R[row] for row in live],
+                [token_ids[row] for row in live],
+            )
+            return
+        computed = _computed(plan.chunks.values(), states)
+        computed = [each for each in computed if each.state.sequence.is_running]
+        sampled = [each for each in computed if each.is_last]
+        tokens = [token_ids[each.rows.start] for each in sampled]
+        self._update(computed, sampled, [], (is_finite_R, tokens), None)
+
+    def _update(
+        self,
+        computed: Sequence[ComputedChunk],
+        sampled: Sequence[ComputedChunk],
+        endings: Sequence[_Ending],
+        chosen: tuple[Sequence[bool], Sequence[int]],
+        logits_RV: Tensor | None,
+    ) -> None:
+        """Record the chunks of a step, and deliver the tokens of those that are sampled.
+
+        `chosen`: whether each row of the step is finite, and a token for each sampled chunk.
+        `logits_RV`: None if no request needs them.
+        """
+        is_finite_R, token_ids = chosen
         has_failed = not all(is_finite_R) or NO_TOKEN in token_ids
-        self._fail_without_token(states, token_ids)
+        self._fail_without_token([each.state for each in sampled], token_ids)
         for each in computed:
             if has_failed and not self._requests.is_live(each.state):
                 continue
@@ -95,7 +136,7 @@ class Postprocessor:
         if has_failed:
             endings = [each for each in endings if self._requests.is_live(each.state)]
         new_tokens = [
-            _NewToken(each.state, each.rows.stop - 1, token_id)
+            NewToken(each.state, each.rows.stop - 1, token_id)
             for each, token_id in zip(sampled, token_ids, strict=True)
             if not has_failed or self._requests.is_live(each.state)
         ]
@@ -189,11 +230,11 @@ class Postprocessor:
         if all(state.is_plain for state in states):
             self.process_decodes(states, logits_RV)
             return
-        computed = []
-        for row, state in enumerate(states):
-            chunk = Chunk(state.sequence, 1, state.sequence.tier, is_decode=True)
-            computed.append(ComputedChunk(chunk, state, slice(row, row + 1), chunk.is_last))
-        self.process(computed, logits_RV)
+        sequences = [state.sequence for state in states]
+        chunks = [
+            Chunk(each, each.num_computed, 1, each.tier, is_decode=True) for each in sequences
+        ]
+        self.process(chunks, states, logits_RV)
 
     def _is_right(self, state: RequestState, chunk: Chunk, depth: int) -> bool:
         """Return whether the draft's token at a depth was chosen, and the answer goes on."""
@@ -239,25 +280,36 @@ class Postprocessor:
         self._observer.nan_aborted(state.sequence.request)
         self._requests.fail(state, "the model answered with NaN or Inf")
 
-    def _record(self, computed: ComputedChunk, logits_RV: Tensor) -> None:
+    def _record(self, computed: ComputedChunk, logits_RV: Tensor | None) -> None:
         """Record a chunk as computed: its prompt's logprobs, its pages and its progress."""
         chunk, state, rows, _ = computed
         if chunk.is_scored:
+            assert logits_RV is not None, "a scored prompt was launched"
             with self._clock.part("sample"):
-                _score_prompt(chunk, state.answer, logits_RV[rows])
+                score_prompt(chunk, state.answer, logits_RV[rows])
         self._scheduler.computed(chunk)
         if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
             with self._clock.part("deliver"):
-                self._requests.deliver(state, Output(progress=_progress(state)))
+                self._requests.deliver(state, Output(progress=progress(state)))
 
-    def _outputs(self, new_tokens: Sequence[_NewToken], logits_RV: Tensor) -> list[Output]:
+    def _outputs(self, new_tokens: Sequence[NewToken], logits_RV: Tensor | None) -> list[Output]:
         """Add the tokens to their answers, and return the outputs, with requested logprobs."""
         with self._clock.part("sample"):
-            reported = _reported_logprobs(new_tokens, logits_RV)
+            reported = reported_logprobs(new_tokens, logits_RV)
         with self._clock.part("detokenize"):
             return [
                 _output(state, token_id, reported.get(row)) for state, row, token_id in new_tokens
             ]
+
+
+def _computed(chunks: Collection[Chunk], states: Sequence[RequestState]) -> list[ComputedChunk]:
+    """Return the chunks of a step with their requests and rows of logits."""
+    computed, row = [], 0
+    for chunk, state in zip(chunks, states, strict=True):
+        end = row + len(chunk.logit_rows)
+        computed.append(ComputedChunk(chunk, state, slice(row, end), chunk.is_last))
+        row = end
+    return computed
 
 
 def _split(
@@ -313,22 +365,6 @@ def _end_before(state: RequestState) -> Callable[[], Output] | None:
         return partial(_fault, state, error, "in a grammar")
 
 
-def _reported_logprobs(
-    new_tokens: Sequence[_NewToken], logits_RV: Tensor
-) -> dict[int, TokenLogprob]:
-    """Return the logprobs by row, for the requests that report them."""
-    reporting = [
-        (row, token_id, num_top)
-        for state, row, token_id in new_tokens
-        if (num_top := state.sequence.request.sampling.logprobs) is not None
-    ]
-    if not reporting:
-        return {}
-    rows, token_ids, num_tops = zip(*reporting, strict=True)
-    found = logprobs(rows_at(logits_RV, rows), token_ids, num_tops)
-    return dict(zip(rows, found, strict=True))
-
-
 def _fault(state: RequestState, error: Exception, where: str) -> Output:
     _log.error("answer_failed", request_id=state.sequence.request.request_id, exc_info=error)
     return Output(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__} {where}")
@@ -338,29 +374,3 @@ def _grammar_fault(state: RequestState, error: GrammarError) -> Output:
     # Not the server's fault: a client chooses its grammar, and some fail late in an answer.
     _log.warning("grammar_failed", request_id=state.sequence.request.request_id, error=str(error))
     return Output(finish_reason=FinishReason.REFUSED, error=str(error))
-
-
-def _progress(state: RequestState) -> PromptProgress:
-    sequence = state.sequence
-    began = state.arrived if state.started is None else state.started
-    return PromptProgress(
-        sequence.num_prompt_tokens,
-        sequence.num_cached_tokens or 0,
-        sequence.num_computed,
-        time.monotonic() - began,
-    )
-
-
-def _score_prompt(chunk: Chunk, answer: Answer, logits_RV: Tensor) -> None:
-    """Add the logprobs of a prompt chunk to its answer.
-
-    Each row gives the logprob of the next token. The last row of the prompt has no next token.
-    A sequence that was preempted in its prompt has delivered its first logprobs already.
-    """
-    sequence = chunk.sequence
-    first = max(chunk.first, sequence.num_scored)
-    end = min(chunk.first + chunk.num_tokens, sequence.num_prompt_tokens)
-    following = sequence.request.prompt_ids[first + 1 : end + 1]
-    num_top = [sequence.request.sampling.prompt_logprobs or 0] * len(following)
-    answer.add_prompt_logprobs(logprobs(logits_RV[: len(following)], following, num_top))
-    sequence.num_scored = max(sequence.num_scored, end)

@@ -39,7 +39,7 @@ class RequestState:
     table: tuple[Tier | None, int] = (None, 0)  # the newest tier, and the id of its table
     is_plain: bool = False  # a decode's token needs no logprobs and no grammar
     # Plain, and a token's draw does not depend on those before it. So the next token can be sampled
-    # before the host knows the last one.
+    # before the host knows the last one. There is a next token.
     is_memoryless: bool = False
     drafter: Drafter | None = None  # None: nothing was proposed yet
     _row: SamplingRow | None = None
@@ -50,7 +50,7 @@ class RequestState:
         self.is_plain = self.constraint is None and params.logprobs is None
         self._num_before = num_before(params)
         has_memory = bool(self._num_before) or has_penalty(params)
-        self.is_memoryless = self.is_plain and not has_memory
+        self.is_memoryless = self.is_plain and not has_memory and params.max_tokens > 0
 
     @classmethod
     def of(

@@ -69,16 +69,20 @@ class Runner(Protocol):
     def is_asynchronous(self) -> bool:
         """Return whether `launch` returns before the device has run the step."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Return whether small steps are replayed, so no forward of the model waits for it."""
+
     def launch(
         self,
         spans: Sequence[Span],
         rows: Sequence[SamplingRow],
         before: tuple[Any, Sequence[int]] | None,
     ) -> Launched:
-        """Start a step of decodes and its sampling; only of an asynchronous runner.
+        """Start a step and its sampling from all rows; only of an asynchronous runner.
 
-        `before`: the launched step whose tokens are the inputs, and the spans' rows in it; None:
-        the tokens are in the spans.
+        `before`: the launched step whose tokens are the inputs of the first spans, which are
+        decodes, and their rows in it; None: all tokens are in the spans.
         """
 
 

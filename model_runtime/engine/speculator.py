@@ -94,8 +94,11 @@ class Speculator:
     def expects_drafts(self, plan: StepPlan, requests: RequestStates) -> bool:
         """Return whether the step after a launched one will probably have drafts that pay.
 
-        The first token of each is the one that the launched step computes, and so verifies.
+        The first token of each is the one that the launched step computes, and so verifies. A step
+        with a prompt has no drafts.
         """
+        if not all(chunk.is_last for chunk in plan.chunks.values()):
+            return False
         found = self._found(plan.chunks.values(), requests)
         self._expected = [each for each in found if each.offer.num_taken > 1]
         return bool(self._expected)

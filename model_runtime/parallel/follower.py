@@ -58,8 +58,8 @@ class Follower:
 
     def follow(self, kind: Kind, content: bytes) -> None:
         """Do what a message says."""
-        if kind in (Kind.STEP, Kind.FOLLOWING_STEP):
-            self._step(content, has_tokens=kind is Kind.STEP)
+        if kind is Kind.STEP:
+            self._step(content)
             return
         values = json.loads(content)
         if kind is Kind.JOIN:
@@ -104,13 +104,13 @@ class Follower:
         self._runner = ModelRunner(*parts, is_one_of_ranks=True)
 
     @torch.inference_mode()
-    def _step(self, content: bytes, *, has_tokens: bool) -> None:
-        spans = self._unpacker.unpack(content)
-        token_S = None
-        if not has_tokens:
-            token_S = torch.zeros(len(spans), dtype=torch.int64, device=self.checkpoint.device)
-            self.group.share_from_first(token_S)
-        self.runner.prepare(spans, token_S)()
+    def _step(self, content: bytes) -> None:
+        spans, num_unknown = self._unpacker.unpack(content)
+        token_U = None  # the first tokens, of which only rank 0's device knows
+        if num_unknown:
+            token_U = torch.zeros(num_unknown, dtype=torch.int64, device=self.checkpoint.device)
+            self.group.share_from_first(token_U)
+        self.runner.prepare(spans, token_U)()
 
 
 def main() -> None:

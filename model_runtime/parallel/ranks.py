@@ -25,7 +25,7 @@ from ropewalk.rope import Profile
 
 # Rank 0's runner: every step is sent to the followers before it runs here.
 #
-# Shapes: R = rows of logits, V = vocabulary, S = sequences.
+# Shapes: R = rows of logits, V = vocabulary, U = first tokens that only the device has.
 
 
 class MirroredRunner(ModelRunner):
@@ -67,14 +67,14 @@ class MirroredRunner(ModelRunner):
         return super().table_id(profile)
 
     @torch.inference_mode()
-    def prepare(self, spans: Sequence[Span], token_S: Tensor | None = None) -> Callable[[], Tensor]:
+    def prepare(self, spans: Sequence[Span], token_U: Tensor | None = None) -> Callable[[], Tensor]:
         """Send the step, then build it here; any error of it leaves the ranks apart."""
-        kind = Kind.STEP if token_S is None else Kind.FOLLOWING_STEP
+        num_unknown = 0 if token_U is None else len(token_U)
         try:
-            self._followers.send(kind, self._packer.pack(spans))
-            if token_S is not None:
-                self._group.share_from_first(token_S)
-            forward = super().prepare(spans, token_S)
+            self._followers.send(Kind.STEP, self._packer.pack(spans, num_unknown))
+            if token_U is not None:
+                self._group.share_from_first(token_U)
+            forward = super().prepare(spans, token_U)
         except BaseException:
             self._is_apart = True
             raise

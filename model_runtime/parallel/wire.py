@@ -52,10 +52,9 @@ class Kind(enum.IntEnum):
     LOAD = 2  # JSON: the model
     BUILD = 3  # JSON: a runner over a new cache
     TABLE = 4  # JSON: a profile that needs a rotation table
-    STEP = 5  # int32: spans whose tokens are in the message
-    FOLLOWING_STEP = 6  # int32: spans whose tokens rank 0 sends from its device
-    CAPTURE = 7  # JSON: the limits of captured steps
-    FAULT = 8  # text, from a follower: the sentence of its last error
+    STEP = 5  # int32: spans, and how many first tokens rank 0 sends from its device
+    CAPTURE = 6  # JSON: the limits of captured steps
+    FAULT = 7  # text, from a follower: the sentence of its last error
 
 
 class Link:
@@ -132,9 +131,12 @@ class SpanPacker:
     def __init__(self) -> None:
         self._sent: list[object] = []  # the array that each row had
 
-    def pack(self, spans: Sequence[Span]) -> bytes:
-        """Return the spans of a step as bytes, which must be the next that are unpacked."""
-        rows: list[Sequence[int] | NDArray[np.int32]] = []
+    def pack(self, spans: Sequence[Span], num_unknown: int = 0) -> bytes:
+        """Return the spans of a step as bytes, which must be the next that are unpacked.
+
+        `num_unknown`: the first tokens of the step that only the device has.
+        """
+        rows: list[Sequence[int] | NDArray[np.int32]] = [(num_unknown,)]
         for row, span in enumerate(spans):
             is_known = row < len(self._sent) and span.pages is self._sent[row]
             numbers = (
@@ -158,11 +160,11 @@ class SpanUnpacker:
     def __init__(self) -> None:
         self._received: list[NDArray[np.int32]] = []  # the page table of each row
 
-    def unpack(self, content: bytes) -> list[Span]:
-        """Return the spans of a step."""
+    def unpack(self, content: bytes) -> tuple[list[Span], int]:
+        """Return the spans of a step, and how many first tokens only the device has."""
         numbers = np.frombuffer(content, np.int32)
         spans: list[Span] = []
-        at = 0
+        at = 1
         while at < len(numbers):
             num_tokens, first, num_pages, table_id, num_rows = numbers[at : at + _SPAN].tolist()
             lengths = (at + _SPAN, num_tokens, max(0, num_pages), num_rows)
@@ -173,7 +175,7 @@ class SpanUnpacker:
             spans.append(Span(token_ids.tolist(), first, pages, table_id, rows.tolist()))
             at = ends[-1]
         self._received = [np.asarray(each.pages, np.int32) for each in spans]
-        return spans
+        return spans, int(numbers[0])
 
 
 def profile_values(profile: Profile) -> dict[str, Any]:

@@ -13,7 +13,7 @@ rows before it. Every row of a prompt reads all keys before it anew, which is wh
 those behind long contexts, are not rows.
 
 Shapes: S = captured rows, N = pages of the longest sequence, R = rows of logits, V = vocabulary,
-F = fields of a sequence's token.
+F = fields of a sequence's token, U = first tokens that only the device has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -209,11 +209,11 @@ class DecodeGraphs:
         )
 
     def prepared(
-        self, spans: Sequence[Span], token_S: Tensor | None = None
+        self, spans: Sequence[Span], token_U: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """Fill the inputs of a step, and return a function that runs it: float32 [R, V].
 
-        `token_S`: the spans' tokens on the device, int64; None: those in the spans.
+        `token_U`: the first tokens of the step on the device, int64; None: all are in the spans.
         The logits are those of all logit rows, in order. They are valid until the next step runs.
         There must be at least one span.
         An earlier step may still run. The inputs on the device are filled after it, in the order
@@ -239,8 +239,8 @@ class DecodeGraphs:
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
         refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[3])
-        if token_S is not None:
-            recorded.numbers_FS[0, : len(spans)].copy_(token_S)
+        if token_U is not None:
+            recorded.numbers_FS[0, : len(token_U)].copy_(token_U)
 
         @torch.inference_mode()
         def run() -> Tensor:

@@ -1,6 +1,6 @@
 """One forward pass: spans of tokens in, rows of logits out.
 
-Shapes: R = rows of logits, V = vocabulary.
+Shapes: R = rows of logits, V = vocabulary, U = first tokens that only the device has.
 """
 
 import time
@@ -51,12 +51,12 @@ from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 from ropewalk.rope import Profile
 
-# A step of decodes that the device computes while the host works on another one.
+# A step that the device computes while the host works on another one.
 #
 # Its tokens stay on the device, where the next step can read them before the host does. A copy of
 # them for the host is queued behind the step, with an event that the host can wait for.
 #
-# Shapes: S = sequences of the step, R = sequences of the step after it.
+# Shapes: S = sequences of the step that have a new token, U = those that the next step decodes.
 
 _NUM_BUFFERS = 3  # at most two launched steps are not read yet
 _LEAST_NUMBERS = 512  # of a buffer: 256 sequences
@@ -85,7 +85,7 @@ class HostBuffers:
 
 
 class LaunchedStep:
-    """The tokens of a launched step, one for each sequence."""
+    """The tokens of a launched step, one for each of its rows of logits."""
 
     def __init__(self, told_A: Tensor, buffers: HostBuffers) -> None:
         """Queue the copy for the host. `told_A`: what `sampled_on_device` returns, [2 S]."""
@@ -101,9 +101,9 @@ class LaunchedStep:
         self._done = torch.cuda.current_stream(told_A.device).record_event()
 
     def tokens_at(self, rows: Sequence[int]) -> Tensor:
-        """Return the tokens of some rows on the device, int64 [R], without a wait for it."""
-        if len(rows) == self._num_rows:
-            return self._token_S  # rows are in order
+        """Return the tokens of some rows on the device, int64 [U], without a wait for it."""
+        if list(rows) == list(range(self._num_rows)):
+            return self._token_S
         return self._token_S[on_device(np.array(rows, dtype=np.int64), self._token_S.device)]
 
     def read(self) -> tuple[list[bool], list[int]]:
@@ -183,20 +183,25 @@ class ModelRunner:
         """Return whether `launch` returns before the device has run the step."""
         return self._device.type == "cuda"
 
+    @property
+    def is_captured(self) -> bool:
+        """Return whether small steps are replayed, so no forward of the model waits for it."""
+        return self._graphs is not None
+
     @torch.inference_mode()
-    def prepare(self, spans: Sequence[Span], token_S: Tensor | None = None) -> Callable[[], Tensor]:
+    def prepare(self, spans: Sequence[Span], token_U: Tensor | None = None) -> Callable[[], Tensor]:
         """Build the batch of these spans, and return its forward.
 
         The forward returns float32 logits [R, V] in the order of the spans' logit rows.
-        `token_S`: the tokens of decodes on the device, int64; None: those in the spans.
+        `token_U`: the first tokens of the step on the device, int64; None: all are in the spans.
         """
-        forward = self._recorded(spans, token_S)
+        forward = self._recorded(spans, token_U)
         if forward is None:
             batch = self._store.with_own_pages(
                 build_batch(spans, self._page_size, self._device, self._store.num_groups), spans
             )
-            if token_S is not None:
-                batch = replace(batch, token_ids_1T=token_S[None])
+            if token_U is not None:
+                batch.token_ids_1T[0, : len(token_U)].copy_(token_U)
             forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
         return forward
 
@@ -212,13 +217,13 @@ class ModelRunner:
         rows: Sequence[SamplingRow],
         before: tuple[LaunchedStep, Sequence[int]] | None,
     ) -> LaunchedStep:
-        """Queue a step of decodes with its sampling, without a wait for the device.
+        """Queue a step with its sampling from all rows of logits, without a wait for the device.
 
-        `before`: the step whose tokens are the inputs of this one, and the row of each span in
-        it, ascending; None: the tokens are in the spans.
+        `before`: the step whose tokens are the first inputs of this one, and the row in it of each
+        of the first spans, which are decodes; None: all tokens are in the spans.
         """
-        token_S = None if before is None else before[0].tokens_at(before[1])
-        logits_RV = self.prepare(spans, token_S)()
+        token_U = None if before is None else before[0].tokens_at(before[1])
+        logits_RV = self.prepare(spans, token_U)()
         told_A = sampled_on_device(logits_RV, logits_RV, rows)
         return LaunchedStep(told_A, self._host_buffers)
 
@@ -242,13 +247,13 @@ class ModelRunner:
             call.advance(states.layer(layer_idx), parts_X4)
 
     def _recorded(
-        self, spans: Sequence[Span], token_S: Tensor | None
+        self, spans: Sequence[Span], token_U: Tensor | None
     ) -> Callable[[], Tensor] | None:
         """Return a captured step, ready to run; None if there is none for these spans."""
         if self._graphs is None or not self._graphs.takes(spans):
             return None
         try:
-            return self._graphs.prepared(spans, token_S)
+            return self._graphs.prepared(spans, token_U)
         except RecordingError as error:
             self._give_up_recording(error)
             return None

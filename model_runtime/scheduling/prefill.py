@@ -94,7 +94,7 @@ def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> Non
     running = step.queues.running
     if len(step.plan.chunks) == len(running) or max_tokens <= 0:
         return  # every running sequence has its decode
-    prompts = [each for each in running if not each.is_decoding]
+    prompts = [each for each in running if step.is_in_prompt(each)]
     if not prompts:
         return
     oldest, *others = prompts
@@ -110,24 +110,24 @@ def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> Non
             continue  # an earlier chunk preempted it, or used the last token
         given = step.plan.chunks.get(sequence)
         tokens, rows = (given.num_tokens, given.num_scored_rows) if given else (0, 0)
-        chunk = _prefill_chunk(sequence, tokens + tokens_left - for_others, rows + rows_left)
+        most_tokens = min(step.num_left(sequence), tokens + tokens_left - for_others)
+        chunk = _prefill_chunk(sequence, step.first(sequence), most_tokens, rows + rows_left)
         for_others = 0
         if step.add(chunk):
             tokens_left -= chunk.num_tokens - tokens
             rows_left -= chunk.num_scored_rows - rows
 
 
-def _prefill_chunk(sequence: Sequence, max_tokens: int, max_rows: int) -> Chunk:
+def _prefill_chunk(sequence: Sequence, first: int, max_tokens: int, max_rows: int) -> Chunk:
     """Return the sequence's next chunk within one tier and both limits."""
-    first = sequence.num_computed
     tier = sequence.tier_at(first)
     # A sequence that is computed again goes through the same tiers as before.
-    num_tokens = min(sequence.num_uncomputed, max_tokens, max(tier.ceiling - first, 1))
-    chunk = Chunk(sequence, num_tokens, tier)
+    num_tokens = min(max_tokens, max(tier.ceiling - first, 1))
+    chunk = Chunk(sequence, first, num_tokens, tier)
     if chunk.is_scored:
         # Every scored token needs a row of logits, the largest tensor of a step.
         num_unscored = max(0, sequence.num_scored - first)
-        chunk = Chunk(sequence, min(num_tokens, num_unscored + max_rows), tier)
+        chunk = Chunk(sequence, first, min(num_tokens, num_unscored + max_rows), tier)
     return chunk
 
 

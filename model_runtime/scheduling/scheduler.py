@@ -10,11 +10,13 @@ queue and is computed again later. The first sequence is therefore never preempt
 fits the cache alone always finishes, unless requests of an earlier priority come without end.
 """
 
+from collections.abc import Callable
+
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.scheduling.prefill import plan_prefill, start_waiting
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
-from ropewalk.model_runtime.scheduling.step_builder import Queues, StepBuilder
+from ropewalk.model_runtime.scheduling.step_builder import Queues, StepBuilder, TokensFirstError
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 
@@ -35,33 +37,23 @@ def plan_decodes(step: StepBuilder) -> None:
             if not sequence.is_decoding:
                 continue
         # Its newest token has the tier that is in force for the whole sequence.
-        step.add(Chunk(sequence, 1, sequence.tier, is_decode=True))
+        step.add(Chunk(sequence, sequence.num_computed, 1, sequence.tier, is_decode=True))
 
 
-# Plan the step after one that the device still runs, before its tokens are known.
-#
-# Both steps only decode. The first one may end a sequence by an end token or a stop string. The
-# second one then computes a token too many, which is never delivered.
+def plan_unknown(step: StepBuilder) -> None:
+    """Add the decodes that follow a launched step. It has yet to compute their tokens.
 
-
-def plan_following(plan: StepPlan, pages: SequencePages) -> StepPlan | None:
-    """Return the decodes that follow those of a running plan; None if its tokens are needed first.
-
-    A sequence that reaches max_tokens in the running plan is not in the next one. The tokens are
-    needed if a sequence changes its tier, or if the pages do not suffice without preemption.
-    Pages that were allocated until then stay allocated.
+    That step may end a sequence by an end token or a stop string. Its decode here then computes a
+    token too many, which is never delivered. A sequence that reaches max_tokens has none. Raises
+    TokensFirstError if a sequence changes its tier.
     """
-    following = StepPlan()
-    for sequence in plan.chunks:
-        if not sequence.is_running or _is_at_max_tokens(sequence):
+    for sequence in step.queues.running:
+        before = step.launched.get(sequence)
+        if before is None or not before.is_last or _is_at_max_tokens(sequence):
             continue
         if len(sequence.token_ids) + 1 > sequence.tier.ceiling:
-            return None  # its next token changes its tier
-        # The running plan computes one token, and this one the token after it.
-        if not pages.allocate(sequence, sequence.num_computed + 2):
-            return None
-        following.chunks[sequence] = Chunk(sequence, 1, sequence.tier, is_decode=True)
-    return following if following.chunks else None
+            raise TokensFirstError
+        step.add(Chunk(sequence, before.end, 1, sequence.tier, is_decode=True))
 
 
 def _is_at_max_tokens(sequence: Sequence) -> bool:
@@ -87,14 +79,10 @@ class Scheduler:
         self.pool = self.pages.pool
         self._num_arrived = 0
         self._is_full = False  # no waiting sequence can start before a running one ends
-        # Whether a step that failed half-way cannot simply run again.
-        self._restarts_all = self.pages.states is not None or config.seals_pages
+        # Whether a step with prompts that failed half-way cannot simply run again.
+        self.restarts_all = self.pages.states is not None or config.seals_pages
         # Fewer after such a step ran out of memory, until a sequence ends.
         self._most_running = config.max_num_seqs
-
-    @property
-    def num_decodes(self) -> int:
-        return [sequence.is_decoding for sequence in self.running].count(True)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that fits the cache alone (checked at admission)."""
@@ -104,31 +92,62 @@ class Scheduler:
         self._is_full = False
 
     def schedule(
-        self, *, starts_waiting: bool = True, num_prefill_tokens: int | None = None
+        self,
+        *,
+        starts_waiting: bool = True,
+        num_prefill_tokens: Callable[[int], int] | None = None,
     ) -> StepPlan:
         """Plan the next step. The plan has no chunks if no sequence waits or runs.
 
         `starts_waiting`: False after a step that ran out of memory; its retry has fewer sequences.
-        `num_prefill_tokens`: maximum within max_num_batched_tokens; None: no other limit.
+        `num_prefill_tokens`: returns the maximum within max_num_batched_tokens beside so many
+        decodes; None: no other limit.
         """
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
-        most = self._most_running if starts_waiting or self._restarts_all else 0
+        most = self._most_running if starts_waiting or self.restarts_all else 0
         if most and self.waiting:
             if self.pages.tier is not None:
                 self.pages.tier.collect(is_busy=bool(self.running))
             self._is_full = start_waiting(step, most)
-        tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
-        if num_prefill_tokens is not None:
-            tokens_left = min(tokens_left, num_prefill_tokens)
-        plan_prefill(step, tokens_left, self._config.max_num_logit_rows)
+        self._plan_prefill(step, num_prefill_tokens)
         if step.plan.preempted or not starts_waiting:
             self._is_full = False  # not known
         return step.plan
 
-    def following(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after decodes that the device still runs; None: their tokens come first."""
-        return None if self.waiting and not self._is_full else plan_following(plan, self.pages)
+    def _plan_prefill(
+        self, step: StepBuilder, num_prefill_tokens: Callable[[int], int] | None
+    ) -> None:
+        """Add the chunks of prompts to a step that has its decodes."""
+        num_decodes = len(step.plan.chunks)
+        tokens_left = self._config.max_num_batched_tokens - num_decodes
+        if num_prefill_tokens is not None:
+            tokens_left = min(tokens_left, num_prefill_tokens(num_decodes))
+        plan_prefill(step, tokens_left, self._config.max_num_logit_rows)
+
+    def following(
+        self, plan: StepPlan, num_prefill_tokens: Callable[[int], int] | None = None
+    ) -> StepPlan | None:
+        """Plan the step after a launched one; None: the tokens of that one come first.
+
+        They do if a request waits that could start now, if a sequence changes its tier, or if the
+        pages do not suffice without preemption. Pages that were allocated until then stay so.
+        They also do if a prompt goes on while there is room for another request. A request that
+        arrives during the launched step would wait for the long chunk behind it, too.
+        """
+        if self.waiting and not self._is_full:
+            return None
+        step = StepBuilder(self._queues, self.pages, plan.chunks)
+        has_room = not self.waiting and len(self.running) < self._most_running
+        try:
+            plan_unknown(step)
+            if len(step.plan.chunks) < len(self.running):
+                if (has_room or self.restarts_all) and any(map(step.is_in_prompt, self.running)):
+                    return None
+                self._plan_prefill(step, num_prefill_tokens)
+        except TokensFirstError:
+            return None
+        return step.plan if step.plan.chunks else None
 
     def computed(self, chunk: Chunk) -> None:
         """Record that a step has computed this chunk, and publish its full pages."""
@@ -166,9 +185,9 @@ class Scheduler:
         if len(self.running) < 2:
             return []
         self._is_full = False
-        if self._restarts_all:
+        if self.restarts_all:
             self._most_running = len(self.running) - 1
-        preempted = list(self.running) if self._restarts_all else self.running[-1:]
+        preempted = list(self.running) if self.restarts_all else self.running[-1:]
         builder = StepBuilder(self._queues, self.pages)
         for sequence in preempted:
             builder.preempt(sequence)

@@ -1,6 +1,11 @@
-"""One step while it is planned. Chunks are added to it, and late sequences are preempted for it."""
+"""One step while it is planned. Chunks are added to it, and late sequences are preempted for it.
+
+The step after a launched one is planned before the tokens of that one are known. It begins where
+the launched chunks end, and nothing is preempted for it.
+"""
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ropewalk.model_runtime.scheduling.sequence import Sequence
@@ -63,12 +68,17 @@ class Queues:
         assert sorted(held) == list(range(self._num_open)), "an open page is lost or shared"
 
 
+class TokensFirstError(Exception):
+    """The tokens of a launched step must be read before the next step is planned."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepBuilder:
     """The queues and pages that a step is planned from, and its plan so far."""
 
     queues: Queues
     pages: SequencePages
+    launched: Mapping[Sequence, Chunk] = field(default_factory=dict)  # of the step before
     plan: StepPlan = field(default_factory=StepPlan)
     _lent: dict[Sequence, int] = field(default_factory=dict)  # uncomputed tokens of shorter ones
 
@@ -79,19 +89,36 @@ class StepBuilder:
 
     def num_ranked(self, sequence: Sequence) -> int:
         """Return the uncomputed tokens of a prompt, or of the shortest one that waits for it."""
-        return min(sequence.num_uncomputed, self._lent.get(sequence, sequence.num_uncomputed))
+        num_left = self.num_left(sequence)
+        return min(num_left, self._lent.get(sequence, num_left))
+
+    def first(self, sequence: Sequence) -> int:
+        """Return the position after the computed and the launched tokens of a sequence."""
+        chunk = self.launched.get(sequence)
+        return sequence.num_computed if chunk is None else chunk.end
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Return the known tokens of a sequence that are neither computed nor launched."""
+        return len(sequence.token_ids) - self.first(sequence)
+
+    def is_in_prompt(self, sequence: Sequence) -> bool:
+        """Return whether tokens are left of a running sequence, whose decode would be planned."""
+        return sequence not in self.plan.chunks and self.num_left(sequence) > 0
 
     def add(self, chunk: Chunk) -> bool:
         """Add a chunk and allocate its pages, preempting the last sequences if needed.
 
         Reads from the tier for later sequences end first, because what they have read stays cached.
 
-        Returns False if the chunk is empty or its own sequence was preempted.
+        Returns False if the chunk is empty or its own sequence was preempted. Raises
+        TokensFirstError instead of preempting after a launched step.
         """
         sequence = chunk.sequence
         if chunk.num_tokens == 0:
             return False
-        while not self.pages.allocate(sequence, sequence.num_computed + chunk.num_tokens):
+        while not self.pages.allocate(sequence, chunk.end):
+            if self.launched:
+                raise TokensFirstError
             newest = self.queues.running[-1]
             if self.pages.end_a_read(newest.rank):
                 continue

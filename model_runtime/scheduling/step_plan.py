@@ -14,22 +14,23 @@ class Chunk(NamedTuple):
     """Tokens of one sequence that the next step computes. A NamedTuple is faster to create."""
 
     sequence: Sequence
+    first: int  # position of its first token
     num_tokens: int
     tier: Tier  # its table rotates these tokens and the cached keys before them
-    # The first token is the last known one, and it follows the prompt. Then comes the draft.
+    # The first token is the newest one, and it follows the prompt. A launched step may have yet to
+    # compute it. Then comes the draft.
     is_decode: bool = False
     draft: tuple[int, ...] = ()  # tokens that may follow, which this step verifies
 
     @property
-    def first(self) -> int:
-        """Return the position of the first token."""
-        return self.sequence.num_computed
+    def end(self) -> int:
+        """Return the position after the last token."""
+        return self.first + self.num_tokens
 
     @property
     def is_last(self) -> bool:
-        """Return whether the chunk ends at the last known token, so that a new one is sampled."""
-        sequence = self.sequence
-        return self.is_decode or sequence.num_computed + self.num_tokens == len(sequence.token_ids)
+        """Return whether the chunk ends at the newest token, so that another one is sampled."""
+        return self.is_decode or self.end == len(self.sequence.token_ids)
 
     @property
     def is_scored(self) -> bool:
@@ -41,7 +42,7 @@ class Chunk(NamedTuple):
 
     @property
     def token_ids(self) -> TokenIds[int]:
-        """Return the tokens that the step computes, with those of the draft."""
+        """Return the known tokens that the step computes, with those of the draft."""
         first, draft = self.first, self.draft
         known = self.sequence.token_ids[first : first + self.num_tokens - len(draft)]
         return [*known, *draft] if draft else known

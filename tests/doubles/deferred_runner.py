@@ -39,6 +39,7 @@ class Deferred:
 
     runner: "DeferredRunner"
     work: Callable[[], LaunchedStep]
+    has_prompt: bool
     result: LaunchedStep | None = None
 
     def read(self) -> tuple[list[bool], list[int]]:
@@ -58,11 +59,14 @@ class DeferredRunner:
     runner: ModelRunner
     pool: PagePool | None = None  # checked if given: pages of a step are held until it has run
     num_followed: int = 0  # steps launched before the tokens of the step before were read
+    num_prompts_followed: int = 0  # those of them after a step with prompts
+    num_prompts_ahead: int = 0  # those of them with prompts
     fails_to_launch: Exception | None = None  # of the next step that follows another
     fails_to_read: Exception | None = None
     spoils: Callable[[Sequence[Span]], None] = lambda _: None  # called before a step computes
     queue: deque[Deferred] = field(default_factory=deque)
     is_asynchronous: bool = True
+    is_captured: bool = True
     most_draft_rows: int = 16  # whose bits do not depend on their number
 
     def table_id(self, profile: Profile) -> int:
@@ -80,10 +84,14 @@ class DeferredRunner:
 
     def launch(self, spans: Sequence[Span], rows: Sequence[SamplingRow], before: Any) -> Deferred:
         """Queue a step."""
-        if before is not None and self.fails_to_launch is not None:
-            error, self.fails_to_launch = self.fails_to_launch, None
-            raise error
-        self.num_followed += before is not None
+        has_prompt = any(len(each.token_ids) > 1 or not each.logit_rows for each in spans)
+        if self.queue:
+            if self.fails_to_launch is not None:
+                error, self.fails_to_launch = self.fails_to_launch, None
+                raise error
+            self.num_followed += 1
+            self.num_prompts_followed += self.queue[-1].has_prompt
+            self.num_prompts_ahead += has_prompt
         held = [each._replace(pages=np.array(each.pages)) for each in spans]
         kept = deepcopy(list(rows))
 
@@ -95,7 +103,7 @@ class DeferredRunner:
             where = None if before is None else (before[0].result, before[1])
             return self.runner.launch(held, kept, where)
 
-        self.queue.append(Deferred(self, work))
+        self.queue.append(Deferred(self, work, has_prompt))
         return self.queue[-1]
 
     def run_until(self, last: Deferred | None) -> None:

@@ -26,8 +26,13 @@ class Workload:
     aborts: dict[int, list[str]] = field(default_factory=dict)
 
 
-def workload(checkpoint: Checkpoint, seed: int) -> Workload:
-    """Random requests: lengths, seeds, temperatures, cuts, stops, tiers, shared prefixes."""
+def workload(
+    checkpoint: Checkpoint, seed: int, num_shared: Sequence[int] = (1, 9, 24, 50)
+) -> Workload:
+    """Random requests: lengths, seeds, temperatures, cuts, stops, tiers, shared prefixes.
+
+    `num_shared`: of the tokens that a prompt may have in common with others.
+    """
     chance = random.Random(seed)
     deployments = {
         policy: deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
@@ -38,7 +43,7 @@ def workload(checkpoint: Checkpoint, seed: int) -> Workload:
         family = chance.randrange(2)
         prompt = [
             (family * 37 + at * (family + 3)) % VOCAB_SIZE
-            for at in range(chance.choice((1, 9, 24, 50)))
+            for at in range(chance.choice(num_shared))
         ]
         prompt += [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(5))]
         sampling: dict[str, Any] = {

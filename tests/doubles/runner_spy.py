@@ -22,6 +22,7 @@ class RunnerSpy:
         engine._core._runner = self
 
     is_asynchronous = False  # all steps are prepared, so all are noted
+    is_captured = False
     most_draft_rows = 0
 
     def table_id(self, profile: Profile) -> int:

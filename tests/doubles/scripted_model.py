@@ -23,6 +23,7 @@ class Script:
         self.before_run: Callable[[], None] = lambda: None
 
     is_asynchronous = False
+    is_captured = False
     most_draft_rows = 0
 
     def table_id(self, profile: Any) -> int:

@@ -146,7 +146,7 @@ def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
     plan.add(short)
     computed(plan, plan.schedule())
     plan.add(sequence(60))
-    step = plan.schedule(num_prefill_tokens=5)
+    step = plan.schedule(num_prefill_tokens=lambda _: 5)
     assert sizes(step) == [1, 5]
     assert step.num_prefill_tokens == 5
 
@@ -159,7 +159,7 @@ def test_no_budget_for_prompts_is_no_chunk() -> None:
     computed(plan, plan.schedule())
     plan.add(sequence(9, salt="late"))
     assert sizes(plan.schedule()) == [1, 1, 1]
-    assert sizes(plan.schedule(num_prefill_tokens=-1)) == [1, 1, 1]
+    assert sizes(plan.schedule(num_prefill_tokens=lambda _: -1)) == [1, 1, 1]
 
 
 def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
