@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
+from ropewalk.server.process.triton_needs import refuse_without_needs
 from ropewalk.server.sentences import sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import SECTIONS, load_settings
 from ropewalk.server.startup.gate import Problems, checked
-from ropewalk.server.startup.triton_needs import refuse_without_needs
 from ropewalk.server.wording import printable
 
 _SETTINGS_FILES = (".yaml", ".yml")

@@ -12,8 +12,8 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, torch_de
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
 from ropewalk.server.process.kernel_folders import refuse_shared_kernels
+from ropewalk.server.process.triton_needs import refuse_without_needs
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.startup.triton_needs import refuse_without_needs
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.loading.checkpoint import Checkpoint

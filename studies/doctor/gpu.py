@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ropewalk.model_runtime.loading.plain_config import plain_device
 from ropewalk.server.process.torch_build import has_nvidia_gpu
+from ropewalk.server.process.triton_needs import try_cache_folder, try_compiler
 from ropewalk.server.settings.load import SettingsError
-from ropewalk.server.startup.triton_needs import try_cache_folder, try_compiler
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.packages import TorchFacts
 

@@ -84,7 +84,7 @@ def test_an_image_for_a_gpu_has_a_compiler(
 ) -> None:
     """The step runs with programs that note their arguments.
 
-    What the packages compile is in tests/server/startup/test_triton_needs.py.
+    What the packages compile is in tests/server/test_triton_needs.py.
     """
     (step,) = (each for each in instructions("RUN", STAGES[-1:]) if "gcc" in each)
     assert "ARG TORCH_INDEX=\n" in STAGES[-1].partition(step)[0]

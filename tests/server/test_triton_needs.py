@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.server.process import triton_needs
+from ropewalk.server.process.triton_needs import try_cache_folder, try_compiler
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup import triton_needs
 from ropewalk.server.startup.load_model import load_model
-from ropewalk.server.startup.triton_needs import try_cache_folder, try_compiler
 from tests.servers.processes import run_here
 
 triton = pytest.importorskip("triton")

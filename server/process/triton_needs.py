@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from ropewalk.model_runtime.gpu_nodes import Device, has_gpu_kernels
 from ropewalk.server.settings.load import SettingsError
-from ropewalk.server.startup.gate import Problems
 
 _SOURCE = "#include <Python.h>\n"  # it includes libc's headers
 _COMPILER_CURE = (
@@ -27,10 +26,14 @@ def refuse_without_needs(device: Device) -> None:
     """Raise SettingsError with a line for each thing that Triton lacks for a device."""
     if not has_gpu_kernels(device):
         return
-    problems = Problems()
-    problems.tried(try_compiler)
-    problems.tried(try_cache_folder)
-    problems.refuse()
+    lacking = []
+    for check in (try_compiler, try_cache_folder):
+        try:
+            check()
+        except SettingsError as error:
+            lacking.append(str(error))
+    if lacking:
+        raise SettingsError("\n".join(lacking))
 
 
 def try_compiler() -> str:
@@ -70,7 +73,7 @@ def try_cache_folder() -> Path:
     Only an attempt tells whether it can be written, or made: root may write to /proc, and makes
     no folder there.
     """
-    home = os.environ.get("TRITON_HOME", str(Path.home()))
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # noqa: PTH111  # it raises nothing
     folder = Path(os.environ.get("TRITON_CACHE_DIR", f"{home}/.triton/cache"))
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))  # noqa: PTH110  # it raises nothing
     try:
