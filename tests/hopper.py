@@ -20,7 +20,6 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.gpu.launch import Kernel
-from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
 
@@ -182,11 +181,13 @@ def _compile_states() -> None:
 
 def _compile_draws() -> None:
     """Draws from a small vocabulary, and from that of Llama 3."""
-    from ropewalk.model_runtime.gpu.sampling.draw_ranked import draw_ranked
+    from ropewalk.model_runtime.gpu.sampling.draw_ranked import CUTS, draw_rows
 
     for size in (300, 128_256):
         Kernel.__getitem__ = _only_compiled(f"{size} logits")
-        draw_ranked(torch.zeros(2, size), [SamplingParams(top_p=0.9, top_k=20)] * 2, [0.1, 0.7])
+        logits_RV = torch.zeros(2, size)
+        cuts_RC = torch.zeros(2, CUTS, dtype=torch.float64)
+        draw_rows(logits_RV, cuts_RC, logits_RV, (True, True, True))
 
 
 def _compile_sealed() -> None:

@@ -197,6 +197,11 @@ class DecodeGraphs:
                 self._recorded[size] = self._new(size)
         return len(self._recorded)
 
+    @property
+    def logits_RV(self) -> Tensor | None:
+        """Return where all captured steps write their logits; None before the first capture."""
+        return self._logits_RV
+
     def takes(self, spans: Sequence[Span]) -> bool:
         """Return whether a captured step computes these spans."""
         if _are_decodes(spans):

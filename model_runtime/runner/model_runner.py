@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -30,6 +30,7 @@ from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
     WritingStep,
@@ -45,11 +46,15 @@ from ropewalk.model_runtime.runner.cuda_graphs import (
     DecodeGraphs,
     Recorder,
     RecordingError,
+    recorded_sizes,
 )
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sampled_on_device, split_told
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 from ropewalk.rope import Profile
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.runner.captured_draws import CapturedDraws
 
 # A step that the device computes while the host works on another one.
 #
@@ -93,7 +98,7 @@ class LaunchedStep:
         self._token_S = told_A[self._num_rows :]
         self._done: torch.cuda.Event | None = None
         if not told_A.is_cuda:  # the device has run the step already
-            self._told_A = told_A
+            self._told_A = told_A.clone()  # the next captured draw has the same place
             return
         # Not the memory of the step before, which may be unread when this one ends.
         self._told_A = buffers.take(len(told_A), told_A.dtype)
@@ -155,6 +160,7 @@ class ModelRunner:
         self._backend = backend or store.own_backend() or backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
+        self._draws: CapturedDraws | None = None  # from the logits of captured steps
         self._host_buffers = HostBuffers()
 
     @property
@@ -224,7 +230,9 @@ class ModelRunner:
         """
         token_U = None if before is None else before[0].tokens_at(before[1])
         logits_RV = self.prepare(spans, token_U)()
-        told_A = sampled_on_device(logits_RV, logits_RV, rows)
+        told_A = None if self._draws is None else self._draws.draw(logits_RV, rows)
+        if told_A is None:
+            told_A = sampled_on_device(logits_RV, logits_RV, rows)
         return LaunchedStep(told_A, self._host_buffers)
 
     def run(self, spans: Sequence[Span]) -> Tensor:
@@ -260,7 +268,7 @@ class ModelRunner:
 
     def _give_up_recording(self, error: RuntimeError) -> None:
         """Disable graphs after a failed capture; kernels are then queued one by one."""
-        self._graphs = None
+        self._graphs = self._draws = None
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
     @torch.inference_mode()
@@ -283,6 +291,7 @@ class ModelRunner:
         )
         try:
             num_recorded = graphs.record_all()
+            draws = self._captured_draws(graphs, limits.max_rows, record)
         except (RecordingError, torch.OutOfMemoryError) as error:
             if self._is_one_of_ranks and isinstance(error, torch.OutOfMemoryError):
                 raise ModelError(
@@ -291,9 +300,21 @@ class ModelRunner:
                 ) from error
             self._give_up_recording(error)
             return
-        self._graphs = graphs
+        self._graphs, self._draws = graphs, draws
         seconds = round(time.monotonic() - began, 1)
         _log.info("decode_recorded", sizes=num_recorded, seconds=seconds)
+
+    def _captured_draws(
+        self, graphs: DecodeGraphs, max_rows: int, record: Recorder
+    ) -> "CapturedDraws | None":
+        """Capture draws from the logits of captured steps; None on a device without kernels."""
+        if graphs.logits_RV is None or not has_gpu_kernels(self._device):
+            return None
+        from ropewalk.model_runtime.runner.captured_draws import (  # noqa: PLC0415  # imports triton
+            CapturedDraws,
+        )
+
+        return CapturedDraws(graphs.logits_RV, recorded_sizes(max_rows), record)
 
     def _single_tokens(self, batch: Batch) -> Tensor:
         """Run the forward of a captured step, which depends only on the batch's tensors."""

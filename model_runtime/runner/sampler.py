@@ -56,6 +56,11 @@ class SamplingRow:
         self._bias = _edits([token for token, _ in bias], [value for _, value in bias])
         self._ban = _edits(list(self.end_ids), [-np.inf] * len(self.end_ids))
 
+    @property
+    def changes_logits(self) -> bool:
+        """Return whether the row's logits are not drawn from as they are."""
+        return self.seen is not None or self.allowed is not None or bool(self.added())
+
     def added(self) -> Sequence[tuple[Any, Any]]:
         """Return non-empty (token ids int64, values float32) pairs to add to the logits."""
         may_end = self.num_generated >= self.params.min_tokens
@@ -104,21 +109,50 @@ def in_one_transfer(
 
 def sampled_on_device(logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Run `sample_rows` without a wait for the device; int64, as `split_told` takes it."""
+    if rows and has_gpu_kernels(logits_RV.device):
+        return _sampled_by_kernels(logits_RV, chosen_RV, rows)
+    return torch.cat((_are_finite(logits_RV), sampled(chosen_RV, rows, draw_on_device)))
+
+
+def _are_finite(logits_RV: Tensor) -> Tensor:
     # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
-    is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
-    draw = device_draw(logits_RV.device)
-    return torch.cat((is_finite_R, sampled(chosen_RV, rows, draw)))
+    return logits_RV.sum(dim=-1).isfinite().long()
 
 
-def device_draw(device: torch.device) -> RankedDraw:
-    """Return the draw of a device: triton's kernel, or a sort where triton is missing."""
-    if not has_gpu_kernels(device):
-        return draw_on_device
+def _sampled_by_kernels(
+    logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
+) -> Tensor:
+    """Run `sample_rows` by triton's kernels, which draw all rows without a sort."""
     from ropewalk.model_runtime.gpu.sampling.draw_ranked import (  # noqa: PLC0415  # optional
-        draw_ranked,
+        draw_rows,
     )
 
-    return draw_ranked
+    adjusted_RV = adjusted(chosen_RV, rows).contiguous()
+    cuts_RC = draw_cuts(rows)
+    cuts, scaled_RV = on_device(cuts_RC, logits_RV.device), torch.empty_like(adjusted_RV)
+    told_A = draw_rows(adjusted_RV, cuts, scaled_RV, searches_of(cuts_RC))
+    if adjusted_RV is logits_RV:
+        return told_A
+    return torch.cat((_are_finite(logits_RV), told_A[len(rows) :]))
+
+
+def draw_cuts(rows: Sequence[SamplingRow]) -> np.ndarray:
+    """Return what each row is drawn with, float64 [R, C], as draw_ranked.py's CUTS says."""
+    return np.array([_cuts_of(row) for row in rows])
+
+
+def _cuts_of(row: SamplingRow) -> tuple[float, float, float, float, float]:
+    params = row.params
+    if params.temperature < GREEDY_BELOW:
+        return 0.0, 1.0, 0.0, 0.0, 0.0
+    number = uniform(params.seed, row.num_generated)
+    return params.top_k, params.top_p, params.min_p, number, params.temperature
+
+
+def searches_of(cuts_RC: np.ndarray) -> tuple[bool, bool, bool]:
+    """Return whether any row has top_k, has top_p, and is drawn."""
+    top_k_R, top_p_R, _, _, temperature_R = cuts_RC.T
+    return bool((top_k_R > 0).any()), bool((top_p_R < 1).any()), bool(temperature_R.any())
 
 
 def split_told(told: list[int], num_rows: int) -> tuple[list[bool], list[int]]:

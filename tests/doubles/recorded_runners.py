@@ -33,8 +33,8 @@ class Again:
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Record as in `Recorder`; the result is not there before the first replay."""
         self.num_recorded += 1
-        work()  # as a CUDA graph's warm-up: what is made at first use is made here
-        result = torch.empty(0)
+        # As a CUDA graph's warm-up: what is made at first use is made here.
+        result = torch.empty(0, dtype=work().dtype)
         return result, partial(self._replay, work, result)
 
     def _replay(self, work: Callable[[], Tensor], result: Tensor) -> None:

@@ -1,34 +1,32 @@
-"""Draw a token from rows whose tail top_k, top_p or min_p cuts off, without a sort.
+"""Draw a token from each row, without a sort; top_k, top_p and min_p may cut its tail off.
 
-Tokens are ranked by their logit, and equal ones by their id. Each cut keeps a prefix of the ranks,
-so the smallest of the prefixes is kept, and its weight is all that a draw needs. The last logit of
-a prefix is found among the numbers that float32 has. For each of 16 keys, a pass sums the weights
-of the tokens with at least that key, and the next pass looks between two neighbours of these keys.
-After 8 passes they are neighbours in float32.
+A row's logits become values relative to its best one, over its temperature. Tokens are ranked by
+their logit, and equal ones by their id. Each cut keeps a prefix of the ranks, so the smallest of
+the prefixes is kept, and its weight is all that a draw needs. The last logit of a prefix is found
+among the numbers that float32 has. For each of 16 keys, a pass sums the weights of the tokens with
+at least that key, and the next pass looks between two neighbours of these keys. After 8 passes they
+are neighbours in float32.
 
 Weights are whole numbers, whose sums do not depend on an order. So many programs share a row, a
-row has the same draw in any batch, and the host waits for nothing.
+row has the same draw in any batch, and the host waits for nothing. No launch depends on a number of
+a row, so a draw can be captured. Programs of a search that a row does not need return at once.
 
 The decisions are those of `ranked_draw.draw_on_device`, except that the weights are rounded by this
 device's exponential function.
 
-Shapes: R = rows, V = vocabulary, C = numbers of a row's cuts, N = numbers of a row's searches.
+Shapes: R = rows, V = vocabulary, C = numbers that a row is drawn with, N = numbers of its searches.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.rotate import padded
-from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.transfer import on_device
 
 _BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
 _SEARCHED = 4096  # the same where it looks for the drawn token
+_MOVED = 2048  # the same where it looks for the best token, and where it scales
 _PROGRAMS, _LEAST_SPAN = 1056, 2048  # eight for each processor of an H200; tokens of a program
 # Between the keys of each pass. All keys are within 2**31.
 _STEPS = (2**27, 2**23, 2**19, 2**15, 2**11, 2**7, 2**3, 1)
@@ -39,7 +37,14 @@ _PASS = tl.constexpr(1 + _PROBES.value)
 _SEARCH = tl.constexpr(len(_STEPS) * _PASS.value)
 _TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the searches, in order
 _KEPT = tl.constexpr(3 * _SEARCH.value)  # weights that top_k and min_p keep, behind them
-_NUMBERS = _KEPT.value + 2
+_BEST, _BROKEN = (tl.constexpr(_KEPT.value + at) for at in (2, 3))  # token; whether not finite
+_NUMBERS = _KEPT.value + 4
+# What a row is drawn with: top_k, top_p, min_p, a number in [0, 1), temperature; 0 is greedy.
+CUTS = 5
+_CUTS = tl.constexpr(CUTS)
+_TEMPERATURE = tl.constexpr(4)
+_IDS, _LAST_ID = tl.constexpr(2**22), tl.constexpr(2**22 - 1)  # more than any vocabulary has
+_OFFSET = tl.constexpr(2**31)  # makes keys positive
 _UNIT = tl.constexpr(2.0**40)  # the weight of the likeliest token, as in ranked_draw.py
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)  # the key of minus infinity
 _NEVER = tl.constexpr(2**62)  # more than any sum
@@ -85,10 +90,15 @@ def _kept_by_top_p(numbers, cuts):
 
 
 @jit
+def _value(key):
+    """Return the number that has this key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@jit
 def _weight_of(key):
     """Return the weight of a token with this key, at least 1."""
-    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    return tl.maximum(_weight(bits.to(tl.float32, bitcast=True)), 1)
+    return tl.maximum(_weight(_value(key)), 1)
 
 
 @jit
@@ -135,6 +145,48 @@ def _send_four(place, totals):
         tl.atomic_add(place + k, tl.sum(totals[k], 0))
 
 
+@jit("size", "span")
+def _best(logits, numbers, size, span, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the first of the best tokens in a part of a row, and whether all logits are finite."""
+    r = tl.program_id(0).to(tl.int64)
+    best, broken = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    begin = tl.program_id(1) * span
+    for start in range(begin, tl.minimum(begin + span, size), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        is_token = i < size
+        value = tl.load(logits + r * size + i, mask=is_token, other=0.0) + 0.0  # no minus zero
+        ranked = (_key(value).to(tl.int64) + _OFFSET) * _IDS + (-i + _LAST_ID)
+        best = tl.maximum(best, tl.where(is_token, ranked, 0))
+        broken = tl.maximum(broken, tl.where(tl.abs(value) < float("inf"), 0, 1).to(tl.int64))
+    numbers += r * NUMBERS
+    tl.atomic_max(numbers + _BEST, tl.max(best, 0))
+    tl.atomic_max(numbers + _BROKEN, tl.max(broken, 0))
+
+
+@jit("size", "span", "num_rows")
+def _scale(
+    logits, cuts, numbers, scaled, told, size, span, num_rows,
+    NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scale a part of a row. The token of a greedy row is told, and whether a row is finite."""
+    r = tl.program_id(0).to(tl.int64)
+    numbers, cuts = numbers + r * NUMBERS, cuts + _CUTS * r
+    ranked = tl.load(numbers + _BEST)
+    if tl.program_id(1) == 0:
+        tl.store(told + r, 1 - tl.load(numbers + _BROKEN))
+        tl.store(told + num_rows + r, -(ranked % _IDS) + _LAST_ID)
+    temperature = tl.load(cuts + _TEMPERATURE).to(tl.float32)
+    if temperature <= 0:
+        return
+    best = _value((ranked // _IDS - _OFFSET).to(tl.int32))
+    begin = tl.program_id(1) * span
+    for start in range(begin, tl.minimum(begin + span, size), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + r * size + i, mask=i < size, other=0.0)
+        over = tl.div_rn(value - best, tl.full([BLOCK], 1.0, tl.float32) * temperature)
+        tl.store(scaled + r * size + i, over, mask=i < size)
+
+
 @jit("size", "span", "at", "before", "step")
 def _look(
     scaled, cuts, numbers, size, span, at, before, step,
@@ -145,7 +197,15 @@ def _look(
     `step`: between the keys of this pass. `before`: between those of the one before.
     """
     r = tl.program_id(0).to(tl.int64)
-    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    numbers, cuts = numbers + r * NUMBERS, cuts + _CUTS * r
+    if tl.load(cuts + _TEMPERATURE) <= 0:
+        return
+    if SEARCH == _TOP_K:  # noqa: SIM102  # a constant decides
+        if tl.load(cuts) <= 0:
+            return
+    if SEARCH == _TOP_P:  # noqa: SIM102
+        if tl.load(cuts + 1) >= 1:
+            return
     search = numbers + SEARCH * _SEARCH
     low = tl.full([], _LOWEST, tl.int32)
     if at > 0:
@@ -177,7 +237,9 @@ def _look(
 def _keep(scaled, cuts, numbers, size, span, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the weights of a part of a row that top_k keeps, and those that min_p keeps."""
     r = tl.program_id(0).to(tl.int64)
-    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    numbers, cuts = numbers + r * NUMBERS, cuts + _CUTS * r
+    if tl.load(cuts + _TEMPERATURE) <= 0:
+        return
     kth, _above = _found(numbers, _goal(numbers, cuts, _TOP_K), _LAST, 1)
     least = tl.where(tl.load(cuts) > 0, kth, _LOWEST)  # ties with the k-th token stay
     lightest = tl.ceil(tl.load(cuts + 2) * _UNIT).to(tl.int64)
@@ -192,12 +254,14 @@ def _keep(scaled, cuts, numbers, size, span, NUMBERS: tl.constexpr, BLOCK: tl.co
     tl.atomic_add(numbers + _KEPT + 1, tl.sum(heavy, 0))
 
 
-@jit("size")
-def _find(scaled, cuts, numbers, drawn, size, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
+@jit("size", "num_rows")
+def _find(scaled, cuts, numbers, told, size, num_rows, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """Find the token of one row: of those with the drawn key, the one at the drawn place."""
     r = tl.program_id(0).to(tl.int64)
     row = scaled + r * size
-    numbers, cuts = numbers + r * NUMBERS, cuts + 4 * r
+    numbers, cuts = numbers + r * NUMBERS, cuts + _CUTS * r
+    if tl.load(cuts + _TEMPERATURE) <= 0:
+        return
     target = _target(numbers, cuts)
     key, above = _found(numbers + _DRAWN * _SEARCH, target + 1, _LAST, 1)
     nth = (target - above) // _weight_of(key)
@@ -209,40 +273,47 @@ def _find(scaled, cuts, numbers, drawn, size, NUMBERS: tl.constexpr, BLOCK: tl.c
         is_drawn = (is_equal > 0) & (before + tl.cumsum(is_equal, 0) - 1 == nth)
         token = tl.maximum(token, tl.where(is_drawn, i, 0))
         before += tl.sum(is_equal, 0)
-    tl.store(drawn + r, tl.max(token, 0).to(tl.int64))
+    tl.store(told + num_rows + r, tl.max(token, 0).to(tl.int64))
 
 
-def draw_ranked(
-    scaled_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+def draw_rows(
+    logits_RV: Tensor, cuts_RC: Tensor, scaled_RV: Tensor, searches: tuple[bool, bool, bool]
 ) -> Tensor:
-    """Draw a token of each row, int64 [R]. A row with NaN gets any token of the vocabulary.
+    """Return whether each row is finite, then a token of each row: int64 [2 R].
 
-    `scaled_RV`: float32 logits after the temperature, relative to the row's max. `uniforms`: in
-    [0, 1), by row.
+    A row that is not finite gets any token of the vocabulary. `logits_RV`: float32, contiguous.
+    `cuts_RC`: float64, as CUTS says. `scaled_RV`: float32 in the shape of the logits, is written;
+    it may be the logits. `searches`: whether any row has top_k, has top_p, and is drawn.
     """
-    scaled_RV = scaled_RV.contiguous()
-    device, (num_rows, size) = scaled_RV.device, scaled_RV.shape
+    device, (num_rows, size) = logits_RV.device, logits_RV.shape
     numbers_RN = torch.zeros(num_rows, _NUMBERS, dtype=torch.int64, device=device)
-    rows = zip(params, uniforms, strict=True)
-    cuts_RC = np.array([(each.top_k, each.top_p, each.min_p, drawn) for each, drawn in rows])
-    given = scaled_RV, on_device(cuts_RC, device), numbers_RN
+    told_A = torch.empty(2 * num_rows, dtype=torch.int64, device=device)
     span = max(_LEAST_SPAN, -(-num_rows * size // _PROGRAMS // _BLOCK) * _BLOCK)
-    sizes = {"NUMBERS": _NUMBERS, "BLOCK": _BLOCK, "num_warps": _WARPS}
+    sizes = {"NUMBERS": _NUMBERS, "num_warps": _WARPS}
     parts = num_rows, -(-size // span)
+    moved = {**sizes, "BLOCK": min(_MOVED, padded(size))}
+    _best[parts](logits_RV, numbers_RN, size, span, **moved)
+    given = cuts_RC, numbers_RN
+    _scale[parts](logits_RV, *given, scaled_RV, told_A, size, span, num_rows, **moved)
+    has_top_k, has_top_p, is_drawn = searches
+    if not is_drawn:
+        return told_A
 
     def look_for(search: tl.constexpr) -> None:
         before = 0
         for at, step in enumerate(_STEPS):
-            _look[parts](*given, size, span, at, before, step, SEARCH=search.value, **sizes)
+            _look[parts](
+                scaled_RV, *given, size, span, at, before, step, SEARCH=search.value, BLOCK=_BLOCK,
+                **sizes,
+            )  # fmt: skip
             before = step
 
-    if any(each.top_k for each in params):
+    if has_top_k:
         look_for(_TOP_K)
-    _keep[parts](*given, size, span, **sizes)
-    if any(each.top_p < 1 for each in params):
+    _keep[parts](scaled_RV, *given, size, span, BLOCK=_BLOCK, **sizes)
+    if has_top_p:
         look_for(_TOP_P)
     look_for(_DRAWN)
-    drawn_R = torch.empty(num_rows, dtype=torch.int64, device=device)
-    sizes["BLOCK"] = min(_SEARCHED, padded(size))
-    _find[(num_rows,)](*given, drawn_R, size, **sizes)
-    return drawn_R
+    searched = min(_SEARCHED, padded(size))
+    _find[(num_rows,)](scaled_RV, *given, told_A, size, num_rows, BLOCK=searched, **sizes)
+    return told_A

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner import cuda_graphs
+from ropewalk.model_runtime.runner import cuda_graphs, model_runner, sampler
 from ropewalk.model_runtime.runner.cuda_graphs import (
     MOST_RECORDED,
     CaptureLimits,
@@ -162,9 +162,19 @@ def pages_of(runner: ModelRunner) -> KVCache:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature: float) -> None:
-    """The second step is launched before the first is read, and one sequence has ended by then."""
+@pytest.mark.parametrize(("temperature", "has_kernels"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_recorded_steps_pass_their_tokens_on(
+    checkpoint: Checkpoint,
+    temperature: float,
+    has_kernels: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second step is launched before the first is read, and one sequence has ended by then.
+
+    With a GPU's kernels, the draw is replayed behind the step.
+    """
+    for module in (sampler, model_runner):
+        monkeypatch.setattr(module, "has_gpu_kernels", lambda _: has_kernels)
     record = Again()
     (profile, *_) = profiles_of(deployment_of(checkpoint))
     plain = runner_of(checkpoint, None, [profile])
@@ -184,7 +194,7 @@ def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature
     second = recorded.launch(spans((0, 2), (0, 0), 1), rows((0, 2), 2), (first, (0, 2)))
     third = recorded.launch(spans((0, 2), (0, 0), 2), rows((0, 2), 3), (second, (0, 1)))
     got = [each.read() for each in (first, second, third)]
-    assert record.num_replayed == 3
+    assert record.num_replayed == (6 if has_kernels else 3)
     one = plain.launch(spans((0, 1, 2), (5, 6, 7), 0), rows((0, 1, 2), 1), None).read()
     known = [one[1][0], one[1][2]]
     two = plain.launch(spans((0, 2), known, 1), rows((0, 2), 2), None).read()
