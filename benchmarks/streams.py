@@ -1,8 +1,9 @@
 """Streamed tokens through HTTP without a model: `python -m benchmarks.streams NAME=FOLDER ...`.
 
-FOLDER is a checkout. Its server runs in another process (`stream_server.py`) over an engine that
-gives each of N streams one token a step. This process is the client of all streams. It only stores
-what it receives; every event is parsed and checked afterwards.
+FOLDER is a checkout, and FOLDER@4 has `--stream-interval 4`. Its server runs in another process
+(`stream_server.py`) over an engine that gives each of N streams one token a step. This process is
+the client of all streams. It only stores what it receives; every event is parsed and checked
+afterwards.
 """
 
 import argparse
@@ -65,6 +66,7 @@ class Result:
     """The rate, the processor time and the gaps of one measurement."""
 
     tokens_per_s: float
+    events_per_s: float
     processor_us: float  # of the server process, for each token
     gaps_ms: tuple[float, float, float]  # between events of a stream: median, 99th percentile, most
 
@@ -95,7 +97,7 @@ class Server:
 def main() -> None:
     """Measure every tree in turns, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trees", nargs="*", default=["here=."], metavar="NAME=FOLDER")
+    parser.add_argument("trees", nargs="*", default=["here=."], metavar="NAME=FOLDER[@N]")
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--routes", default="chat,completions")
     parser.add_argument(
@@ -122,8 +124,8 @@ def main() -> None:
                 for load in loads:
                     found.setdefault((load, name), []).append(measure(server, load))
     sys.stdout.write(
-        "| route | streams | engine, tokens/s | tree | tokens/s | processor us/token "
-        "| gap ms, median | p99 | most |\n|---|---:|---:|---|---:|---:|---:|---:|---:|\n"
+        "| route | streams | engine, tokens/s | tree | tokens/s | events/s | processor us/token "
+        "| gap ms, median | p99 | most |\n|---|---:|---:|---|---:|---:|---:|---:|---:|---:|\n"
     )
     for load in loads:
         for name in trees:
@@ -132,19 +134,26 @@ def main() -> None:
 
 def row(load: Load, name: str, results: Sequence[Result]) -> str:
     """Return a row with the medians over rounds."""
-    rate, processor, middle, high, most = np.median(
-        [(each.tokens_per_s, each.processor_us, *each.gaps_ms) for each in results], axis=0
+    rate, events, processor, middle, high, most = np.median(
+        [
+            (each.tokens_per_s, each.events_per_s, each.processor_us, *each.gaps_ms)
+            for each in results
+        ],
+        axis=0,
     )
     return (
         f"| {load.route} | {load.num_streams} | {load.rate:,.0f} | {name} | {rate:,.0f} "
-        f"| {processor:.1f} | {middle:.2f} | {high:.2f} | {most:.1f} |\n"
+        f"| {events:,.0f} | {processor:.1f} | {middle:.2f} | {high:.2f} | {most:.1f} |\n"
     )
 
 
 @contextmanager
 def serving(folder: str) -> Iterator[Server]:
-    """Run a server of that checkout until the block ends."""
+    """Run a server of that checkout until the block ends; `@N` sets the tokens of an event."""
+    folder, _, interval = folder.partition("@")
     environment = {**os.environ, "PYTHONPATH": str(Path(folder).resolve()), "OMP_NUM_THREADS": "1"}
+    if interval:
+        environment["ROPEWALK_STREAM_INTERVAL"] = interval
     with subprocess.Popen(  # noqa: S603  # our own command; -P: only this checkout's packages
         [sys.executable, "-P", str(_SERVER)],
         env=environment,
@@ -172,11 +181,13 @@ def measure(server: Server, load: Load) -> Result:
     streams = [_opened(server.port, load) for _ in range(load.num_streams)]
     began_s, ended_s, processor_s = _receive(streams, server)
     arrivals = [arrivals_of(stream.pieces, load.num_tokens) for stream in streams]
-    gaps_ms = 1000 * np.concatenate([np.diff(each[each > began_s]) for each in arrivals])
-    num_tokens = sum(int((each > began_s).sum()) for each in arrivals)
+    gaps_ms = 1000 * np.concatenate([np.diff(times[times > began_s]) for times, _ in arrivals])
+    num_events = sum(int((times > began_s).sum()) for times, _ in arrivals)
+    num_tokens = sum(int(nums[times > began_s].sum()) for times, nums in arrivals)
     middle, high, most = np.percentile(gaps_ms, [50, 99, 100])
     return Result(
         num_tokens / (ended_s - began_s),
+        num_events / (ended_s - began_s),
         1e6 * processor_s / num_tokens,
         (float(middle), float(high), float(most)),
     )
@@ -228,8 +239,13 @@ def _receive(streams: Sequence[Stream], server: Server) -> tuple[float, float, f
     return began_s, now, server.processor_s - before_s
 
 
-def arrivals_of(pieces: Sequence[tuple[float, bytes]], num_tokens: int) -> np.ndarray:
-    """Return the time of each token's event, in seconds. Raises StreamError if one is missing."""
+def arrivals_of(
+    pieces: Sequence[tuple[float, bytes]], num_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time of each event in seconds, and its number of tokens.
+
+    Raises StreamError if a token is missing.
+    """
     raw = b"".join(data for _, data in pieces)
     ends = np.cumsum([len(data) for _, data in pieces])
     times_s = np.array([time_s for time_s, _ in pieces])
@@ -237,11 +253,13 @@ def arrivals_of(pieces: Sequence[tuple[float, bytes]], num_tokens: int) -> np.nd
     found = list(_EVENT.finditer(raw))
     choices = [json.loads(each[1])["choices"][0] for each in found]
     texts = [each["text"] if "text" in each else each["delta"]["content"] for each in choices]
-    if texts != [f" t{number + 1}" for number in range(num_tokens)]:
-        raise StreamError(f"{len(texts)} of {num_tokens} tokens came, or in another order")
+    if "".join(texts) != "".join(f" t{number + 1}" for number in range(num_tokens)):
+        num_found = "".join(texts).count(" ")
+        raise StreamError(f"{num_found} of {num_tokens} tokens came, or in another order")
     if choices[-1]["finish_reason"] != "length" or b"data: [DONE]\n\n" not in raw:
         raise StreamError("a stream has no end")
-    return times_s[np.searchsorted(ends, [each.end() for each in found])]
+    nums = np.array([text.count(" ") for text in texts])
+    return times_s[np.searchsorted(ends, [each.end() for each in found])], nums
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
-from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 _WRITE_CHUNK = "write_chunk"  # in the state of a scope
 _EVENTS_OF_A_TURN = 128  # 3 ms; a chunk is an event, and a read may hold 40,000 chunks
@@ -217,7 +219,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
 
-def chunk_writer(scope: Scope) -> Callable[[bytes], Awaitable[None]] | None:
+def chunk_writer(scope: "Scope") -> Callable[[bytes], Awaitable[None]] | None:
     """Return `write_chunk` of the request's connection; None if another server has it."""
     found: Callable[[bytes], Awaitable[None]] | None = scope.get("state", {}).get(_WRITE_CHUNK)
     return found

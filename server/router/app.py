@@ -13,6 +13,7 @@ import structlog
 
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
+from ropewalk.server.middleware.connections import chunk_writer
 from ropewalk.server.router.fleet.facts import none_ready
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.forward import (
@@ -118,6 +119,7 @@ class RouterApp:
         request_id = _request_id(scope["headers"])
         held = _Held()
         has_started = False
+        write = chunk_writer(scope)
 
         async def start(status: int, headers: Headers) -> None:
             nonlocal has_started
@@ -127,7 +129,10 @@ class RouterApp:
             await send({"type": "http.response.start", "status": status, "headers": kept})
 
         async def send_part(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if write is None or asked.is_whole:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            else:
+                await write(data)
 
         try:
             content = await self._body(scope, receive, held)

@@ -207,7 +207,10 @@ class Forwarder:
         splitter, is_again = EventSplitter(), asked.has_begun
         if not is_again:
             asked.has_begun, asked.facts = True, server.facts
-            await start(exchange.status, _sent_back(exchange.headers))
+            # A stream that may go on elsewhere, or end with an error, has no length.
+            headers = _sent_back(exchange.headers)
+            unsized = [each for each in headers if each[0] != b"content-length"]
+            await start(exchange.status, unsized)
         else:
             asked.sent.begin_again()
         while data := await exchange.read():

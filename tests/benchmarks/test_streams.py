@@ -19,9 +19,17 @@ WHOLE = [event(1), event(2), event(3, "length"), b"e\r\ndata: [DONE]\n\n\r\n0\r\
 
 def test_an_event_arrives_with_its_last_byte() -> None:
     """Pieces of the network need not be events."""
-    assert list(arrivals_of(list(enumerate(WHOLE)), 3)) == [0, 1, 2]
     halves = [WHOLE[0] + WHOLE[1][:20], WHOLE[1][20:] + WHOLE[2], WHOLE[3]]
-    assert list(arrivals_of(list(enumerate(halves)), 3)) == [0, 1, 1]
+    for pieces, expected in ((WHOLE, [0, 1, 2]), (halves, [0, 1, 1])):
+        times_s, nums = arrivals_of(list(enumerate(pieces)), 3)
+        assert (list(times_s), list(nums)) == (expected, [1, 1, 1])
+
+
+def test_an_event_may_have_several_tokens() -> None:
+    """The server's `--stream-interval`."""
+    joined = event(2, "length").replace(b" t2", b" t2 t3")
+    times_s, nums = arrivals_of(list(enumerate([WHOLE[0], joined, WHOLE[3]])), 3)
+    assert (list(times_s), list(nums)) == ([0, 1], [1, 2])
 
 
 @pytest.mark.parametrize(
