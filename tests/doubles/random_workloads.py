@@ -1,7 +1,7 @@
 """Requests that arrive, share prefixes, grow, are preempted and are aborted at random."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,9 +90,13 @@ def serve(
     is_ahead: bool,
     max_draft_tokens: int = 0,
     observer: Observer | None = None,
+    disturb: Callable[[EngineCore], None] = lambda _: None,
     **limits: Any,
 ) -> tuple[Answers, EngineCore]:
-    """Serve a workload to its end; `limits`: fields of the config."""
+    """Serve a workload to its end; `limits`: fields of the config.
+
+    `disturb`: called before each step until the last arrival and abort.
+    """
     core = core_of(
         checkpoint,
         is_ahead=is_ahead,
@@ -106,19 +110,25 @@ def serve(
         for name in work.aborts.get(step, ()):
             core.abort(name)
         core.check_integrity()
+        disturb(core)
         core.step()
         core.check_integrity()
     answers.finish()
     return answers, core
 
 
-def check(got: Answers, expected: Answers) -> None:
-    """Compare the answers to a workload; an aborted one is as long as the time allowed."""
+def check(
+    got: Answers, expected: Answers, cut: Collection[FinishReason] = (FinishReason.ABORT,)
+) -> None:
+    """Compare the answers to a workload; an aborted one is as long as the time allowed.
+
+    `cut`: all reasons for which an answer may be shorter.
+    """
     results = got.results()
     assert results.keys() == expected.outputs.keys()
     for name, result in expected.results().items():
-        if FinishReason.ABORT in {result.finish_reason, results[name].finish_reason}:
-            # An abort comes at another token, because one of them may have waited longer.
+        if {result.finish_reason, results[name].finish_reason} & set(cut):
+            # It is cut at another token, because one of them may have waited longer.
             shorter, longer = sorted((result.token_ids, results[name].token_ids), key=len)
             assert longer[: len(shorter)] == shorter
         else:

@@ -36,6 +36,7 @@ from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from ropewalk.model_runtime.runner.token_mask import token_mask
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
+from tests.doubles.deferred_runner import Answers
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 from tests.oracles.attention_cases import Case, Laid, relative_error
 from tests.oracles.exact_flash import exact_flash
@@ -351,6 +352,54 @@ def test_steps_launched_ahead_give_the_same_tokens(
     assert answers[:4] == answers[4:]
     assert set(answers[3]) <= set(range(300, 340))
     assert followed.count(True) == 4 * 38, "the first token is the prompt's"
+
+
+@pytest.mark.parametrize("num_batched", [48, 700], ids=["captured", "queued"])
+def test_mixed_steps_launched_ahead_give_the_same_tokens(
+    on_gpu: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_batched: int
+) -> None:
+    """Requests that arrive together have the same batches in every step, so their bits are same."""
+    deployment, launch, read = deployment_of(on_gpu), ModelRunner.launch, LaunchedStep.read
+    config = EngineConfig(
+        kv_cache_tokens=16384,
+        max_model_len=2048,
+        max_num_seqs=3,
+        max_num_batched_tokens=num_batched,
+    )
+    core = build_engine(
+        on_gpu, config, profiles=[each.profile for each in deployment.own_tiers]
+    )._core
+    num_unread = num_ahead = 0
+
+    def noted_launch(runner: ModelRunner, spans: Any, rows: Any, before: Any) -> LaunchedStep:
+        nonlocal num_unread, num_ahead
+        num_ahead += bool(num_unread) and any(len(span.token_ids) > 1 for span in spans)
+        num_unread += 1
+        return launch(runner, spans, rows, before)
+
+    def noted_read(step: LaunchedStep) -> Any:
+        nonlocal num_unread
+        num_unread -= 1
+        return read(step)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted_launch)
+    monkeypatch.setattr(LaunchedStep, "read", noted_read)
+    found = []
+    for is_asynchronous in (True, False):
+        monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
+        answers = Answers(core, on_gpu)
+        for number, num_prompt in enumerate((5, 2 * num_batched, 2 * num_batched + 9)):
+            prompt_ids = [(number + 3 * place) % 300 + 3 for place in range(num_prompt)]
+            sampling = {"temperature": 0.4 * number, "seed": number, "ignore_eos": True}
+            asked = request(
+                deployment, prompt_ids, cache_salt=str(is_asynchronous), max_tokens=20, **sampling
+            )
+            answers.add(replace(asked, request_id=f"{number}"))
+        answers.finish()
+        found.append(answers.results())
+    assert found[0] == found[1]
+    assert num_ahead >= 3
+    assert num_unread == 0
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

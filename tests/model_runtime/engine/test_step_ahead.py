@@ -69,8 +69,7 @@ def test_no_token_is_computed_beyond_max_tokens(llama_checkpoint: Checkpoint) ->
     answers = Answers(core, llama_checkpoint)
     answers.add(plain(llama_checkpoint, 1, 4), plain(llama_checkpoint, 2, 9))
     answers.finish()
-    # The prompts' step gives the first token of each.
-    assert rows == [2] * 3 + [1] * 5
+    assert rows == [2] * 4 + [1] * 5
 
 
 def test_a_sequence_that_ends_keeps_its_pages_until_the_step_has_run(

@@ -210,6 +210,9 @@ def test_a_launched_step_takes_tokens_from_the_first_rank(ranks: Ranks) -> None:
         first = runner.launch(decode(0, 9), rows, None)
         second = runner.launch(decode(1, 0), rows, (first, [0, 1]))
         third = runner.launch(decode(2, 0), rows, (second, [0, 1]))
-        told.append([each.read() for each in (first, second, third)])
+        prompt = Span(SHORT, 0, [6, 7], table, range(len(SHORT) - 1, len(SHORT)))
+        mixed = [*decode(3, 0)[::-1], prompt]
+        fourth = runner.launch(mixed, [*rows, *rows[:1]], (third, [1, 0]))
+        told.append([each.read() for each in (first, second, third, fourth)])
     assert told[0] == told[1]
     assert len({token for _, tokens in told[0] for token in tokens}) > 1

@@ -204,6 +204,40 @@ def test_recorded_steps_pass_their_tokens_on(
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_prompts_are_beside_tokens_that_only_the_device_has(
+    checkpoint: Checkpoint, *, is_recorded: bool
+) -> None:
+    """Two prompts end, and are decoded in another order beside a third one, in two chunks."""
+    record = Again()
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    plain = runner_of(checkpoint, None, [profile])
+    runner = runner_of(checkpoint, record if is_recorded else None, [profile], max_prompt_rows=32)
+    rows = [SamplingRow(SamplingParams(temperature=0.0), 1, frozenset())] * 3
+
+    def steps(first: Sequence[int], second: Sequence[int]) -> list[list[Span]]:
+        last = range(8, 9)
+        one, other, third = list(range(40, 49)), list(range(60, 69)), list(range(80, 89))
+        begun = [Span(one, 0, [0], 0, last), Span(other, 0, [1], 0, last)]
+        middle = [Span([token], 9, [1 - at], 0, range(1)) for at, token in enumerate(first)]
+        ended = [Span([token], 10, [at], 0, range(1)) for at, token in enumerate(second)]
+        chunks = Span(third, 0, [2], 0, ()), Span(third, 9, [2, 3], 0, last)
+        return [begun, [*middle, chunks[0]], [*ended, chunks[1]]]
+
+    unknown = steps((0, 0), (0, 0))
+    begun = runner.launch(unknown[0], rows[:2], None)
+    middle = runner.launch(unknown[1], rows[:2], (begun, (1, 0)))
+    ended = runner.launch(unknown[2], rows, (middle, (1, 0)))
+    got = [each.read() for each in (begun, middle, ended)]
+    one = plain.launch(unknown[0], rows[:2], None).read()
+    two = plain.launch(steps(one[1][::-1], (0, 0))[1], rows[:2], None).read()
+    three = plain.launch(steps((0, 0), two[1][::-1])[2], rows, None).read()
+    assert got == [one, two, three]
+    assert len({*one[1], *two[1], *three[1]}) > 4, "the tokens do not differ"
+    assert record.num_replayed == 3 * is_recorded
+
+
+@pytest.mark.costly
 def test_rows_that_were_not_sent_are_sent_again(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
