@@ -46,7 +46,9 @@ TARGETS = {
                 for name in ("windows", "prefix_cache", "kept_pages")
             ),
             f"{_DISK}/test_host_memory.py",
+            f"{_SCHEDULING}/test_following_steps.py",
             f"{_RUNTIME}/engine/test_step_ahead.py",
+            f"{_RUNTIME}/engine/test_mixed_steps_ahead.py",
         ),
     ),
     "page pool": Target(
@@ -83,7 +85,6 @@ TARGETS = {
         (
             "model_runtime/scheduling/drafts/*.py",
             "model_runtime/engine/speculator.py",
-            "model_runtime/engine/right_drafts.py",
         ),
         (
             f"{_SCHEDULING}/test_drafts.py",

@@ -21,9 +21,8 @@ from ropewalk.model_runtime.engine.launcher import InFlight, Launcher
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.postprocess import Postprocessor
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
-from ropewalk.model_runtime.engine.right_drafts import RightDrafts
 from ropewalk.model_runtime.engine.runner import Runner, StepMemoryError
-from ropewalk.model_runtime.engine.speculator import Speculator
+from ropewalk.model_runtime.engine.speculator import RightDrafts, Speculator
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.prefill import PrefillBudget

@@ -1,9 +1,15 @@
-"""The growing answer of one request: text, reported logprobs and finish reason."""
+"""The growing answer of one request: text, reported logprobs and finish reason.
+
+Shapes: R = rows of logits, V = vocabulary.
+"""
 
 from collections import deque
-from collections.abc import Sequence
+
+from torch import Tensor
 
 from ropewalk.model_runtime.request import FinishReason, Output, Request, TokenLogprob
+from ropewalk.model_runtime.runner.sampler import logprobs
+from ropewalk.model_runtime.scheduling.step_plan import Chunk
 from ropewalk.model_runtime.text.detokenizer import Detokenizer
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import Tier
@@ -38,9 +44,19 @@ class Answer:
         # Logprobs that wait for their token's text, each with the character that it begins at.
         self._held: deque[tuple[int, TokenLogprob]] = deque()
 
-    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add the logprobs of a prefill chunk; the next output contains them."""
-        self._prompt_logprobs += logprobs
+    def score_prompt(self, chunk: Chunk, logits_RV: Tensor) -> None:
+        """Add the logprobs of a prompt chunk; the next output contains them.
+
+        Each row gives the logprob of the next token. The last row of the prompt has no next token.
+        A sequence that was preempted in its prompt has delivered its first logprobs already.
+        """
+        sequence = chunk.sequence
+        first = max(chunk.first, sequence.num_scored)
+        end = min(chunk.end, sequence.num_prompt_tokens)
+        following = sequence.request.prompt_ids[first + 1 : end + 1]
+        num_top = [sequence.request.sampling.prompt_logprobs or 0] * len(following)
+        self._prompt_logprobs += logprobs(logits_RV[: len(following)], following, num_top)
+        sequence.num_scored = max(sequence.num_scored, end)
 
     def end_without_tokens(self) -> Output:
         """Return the only output of a request with max_tokens 0."""

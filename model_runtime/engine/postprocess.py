@@ -13,17 +13,11 @@ from torch import Tensor
 
 from ropewalk.model_runtime.engine.choose_tokens import NO_TOKEN, choose_tokens
 from ropewalk.model_runtime.engine.observer import Observer
-from ropewalk.model_runtime.engine.reports import (
-    NewToken,
-    progress,
-    reported_logprobs,
-    score_prompt,
-)
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
-from ropewalk.model_runtime.engine.right_drafts import RightDrafts
+from ropewalk.model_runtime.engine.speculator import RightDrafts
 from ropewalk.model_runtime.errors import GrammarError
 from ropewalk.model_runtime.request import FinishReason, Output, TokenLogprob
-from ropewalk.model_runtime.runner.sampler import rows_at
+from ropewalk.model_runtime.runner.sampler import logprobs, rows_at
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
@@ -38,6 +32,14 @@ class ComputedChunk(NamedTuple):
     state: RequestState
     rows: slice  # its rows of logits
     is_last: bool  # a token is sampled from its last row
+
+
+class _NewToken(NamedTuple):
+    """A sampled token that its answer does not contain yet."""
+
+    state: RequestState
+    row: int  # of the logits
+    token_id: int
 
 
 class _Rows(NamedTuple):
@@ -136,7 +138,7 @@ class Postprocessor:
         if has_failed:
             endings = [each for each in endings if self._requests.is_live(each.state)]
         new_tokens = [
-            NewToken(each.state, each.rows.stop - 1, token_id)
+            _NewToken(each.state, each.rows.stop - 1, token_id)
             for each, token_id in zip(sampled, token_ids, strict=True)
             if not has_failed or self._requests.is_live(each.state)
         ]
@@ -286,16 +288,16 @@ class Postprocessor:
         if chunk.is_scored:
             assert logits_RV is not None, "a scored prompt was launched"
             with self._clock.part("sample"):
-                score_prompt(chunk, state.answer, logits_RV[rows])
+                state.answer.score_prompt(chunk, logits_RV[rows])
         self._scheduler.computed(chunk)
         if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
             with self._clock.part("deliver"):
-                self._requests.deliver(state, Output(progress=progress(state)))
+                self._requests.deliver(state, Output(progress=state.progress))
 
-    def _outputs(self, new_tokens: Sequence[NewToken], logits_RV: Tensor | None) -> list[Output]:
+    def _outputs(self, new_tokens: Sequence[_NewToken], logits_RV: Tensor | None) -> list[Output]:
         """Add the tokens to their answers, and return the outputs, with requested logprobs."""
         with self._clock.part("sample"):
-            reported = reported_logprobs(new_tokens, logits_RV)
+            reported = _reported_logprobs(new_tokens, logits_RV)
         with self._clock.part("detokenize"):
             return [
                 _output(state, token_id, reported.get(row)) for state, row, token_id in new_tokens
@@ -363,6 +365,23 @@ def _end_before(state: RequestState) -> Callable[[], Output] | None:
         return partial(_grammar_fault, state, error)
     except Exception as error:  # noqa: BLE001  # a fault of this request's grammar only
         return partial(_fault, state, error, "in a grammar")
+
+
+def _reported_logprobs(
+    new_tokens: Sequence[_NewToken], logits_RV: Tensor | None
+) -> dict[int, TokenLogprob]:
+    """Return the logprobs by row, for the requests that report them."""
+    reporting = [
+        (row, token_id, num_top)
+        for state, row, token_id in new_tokens
+        if (num_top := state.sequence.request.sampling.logprobs) is not None
+    ]
+    if not reporting:
+        return {}
+    assert logits_RV is not None, "a row with logprobs was launched"
+    rows, token_ids, num_tops = zip(*reporting, strict=True)
+    found = logprobs(rows_at(logits_RV, rows), token_ids, num_tops)
+    return dict(zip(rows, found, strict=True))
 
 
 def _fault(state: RequestState, error: Exception, where: str) -> Output:

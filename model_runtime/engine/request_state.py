@@ -10,7 +10,14 @@ import structlog
 from ropewalk.model_runtime.attention.batch import PageRow
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.output_processor import Answer
-from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request, Timings
+from ropewalk.model_runtime.request import (
+    FinishReason,
+    OnOutput,
+    Output,
+    PromptProgress,
+    Request,
+    Timings,
+)
 from ropewalk.model_runtime.runner.bad_words import barred_after, num_before
 from ropewalk.model_runtime.runner.penalties import SeenTokens, has_penalty
 from ropewalk.model_runtime.runner.sampler import SamplingRow
@@ -72,6 +79,18 @@ class RequestState:
         if request.wants_timings:
             state.on_output = _Timed(state, on_output)
         return state
+
+    @property
+    def progress(self) -> PromptProgress:
+        """Return how much of the prompt is computed, and the seconds that it took so far."""
+        sequence = self.sequence
+        began = self.arrived if self.started is None else self.started
+        return PromptProgress(
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens or 0,
+            sequence.num_computed,
+            time.monotonic() - began,
+        )
 
     def add_token(self, token_id: int) -> None:
         self.sequence.token_ids.append(token_id)

@@ -31,12 +31,10 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.request import FinishReason, SamplingParams
 from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
-from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
-from ropewalk.model_runtime.runner.token_mask import token_mask
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
-from tests.doubles.deferred_runner import Answers
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 from tests.oracles.attention_cases import Case, Laid, relative_error
 from tests.oracles.exact_flash import exact_flash
@@ -154,12 +152,6 @@ def test_angles_are_right_at_a_million() -> None:
     assert told["position"] == 2**20
     assert told["cosine_error"] < 1e-5
     assert told["transformers_cosine_error"] > 1e-3  # so the comparison can tell
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def on_gpu(request: pytest.FixtureRequest) -> Checkpoint:
-    """The embedded model, which passed its self-check on the GPU."""
-    return load_checkpoint(EMBEDDED_MODEL, dtype=request.param, device="cuda")
 
 
 def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
@@ -316,90 +308,6 @@ def test_no_request_waits_for_a_compilation(
         sample_rows(logits_RV, places, [SamplingRow(params, 0, frozenset())] * len(places))
     torch.cuda.synchronize()
     assert compiled == []
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_steps_launched_ahead_give_the_same_tokens(
-    engines: EngineFactory,
-    on_gpu: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    enforce_eager: bool,
-) -> None:
-    """One request has the same batch in every step, so its bits are the same."""
-    deployment, launch = deployment_of(on_gpu), ModelRunner.launch
-    followed: list[bool] = []
-
-    def noted(runner: ModelRunner, spans: Any, rows: Any, before: Any) -> LaunchedStep:
-        followed.append(before is not None)
-        return launch(runner, spans, rows, before)
-
-    monkeypatch.setattr(ModelRunner, "launch", noted)
-    engine = engines.over(on_gpu, enforce_eager=enforce_eager)
-    answers = []
-    for is_asynchronous in (True, False):
-        monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
-        for sampling in (
-            {"temperature": 0.0},
-            {"temperature": 0.8},
-            {"temperature": 0.8, "top_p": 0.9},
-            {"temperature": 0.8, "top_p": 0.9, "allowed": token_mask(range(300, 340))},
-        ):
-            asked = request(
-                deployment, [5, 6, 7], max_tokens=40, seed=5, ignore_eos=True, **sampling
-            )
-            answers.append(answer(engine, asked)[0].token_ids)
-    assert answers[:4] == answers[4:]
-    assert set(answers[3]) <= set(range(300, 340))
-    assert followed.count(True) == 4 * 38, "the first token is the prompt's"
-
-
-@pytest.mark.parametrize("num_batched", [48, 700], ids=["captured", "queued"])
-def test_mixed_steps_launched_ahead_give_the_same_tokens(
-    on_gpu: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_batched: int
-) -> None:
-    """Requests that arrive together have the same batches in every step, so their bits are same."""
-    deployment, launch, read = deployment_of(on_gpu), ModelRunner.launch, LaunchedStep.read
-    config = EngineConfig(
-        kv_cache_tokens=16384,
-        max_model_len=2048,
-        max_num_seqs=3,
-        max_num_batched_tokens=num_batched,
-    )
-    core = build_engine(
-        on_gpu, config, profiles=[each.profile for each in deployment.own_tiers]
-    )._core
-    num_unread = num_ahead = 0
-
-    def noted_launch(runner: ModelRunner, spans: Any, rows: Any, before: Any) -> LaunchedStep:
-        nonlocal num_unread, num_ahead
-        num_ahead += bool(num_unread) and any(len(span.token_ids) > 1 for span in spans)
-        num_unread += 1
-        return launch(runner, spans, rows, before)
-
-    def noted_read(step: LaunchedStep) -> Any:
-        nonlocal num_unread
-        num_unread -= 1
-        return read(step)
-
-    monkeypatch.setattr(ModelRunner, "launch", noted_launch)
-    monkeypatch.setattr(LaunchedStep, "read", noted_read)
-    found = []
-    for is_asynchronous in (True, False):
-        monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
-        answers = Answers(core, on_gpu)
-        for number, num_prompt in enumerate((5, 2 * num_batched, 2 * num_batched + 9)):
-            prompt_ids = [(number + 3 * place) % 300 + 3 for place in range(num_prompt)]
-            sampling = {"temperature": 0.4 * number, "seed": number, "ignore_eos": True}
-            asked = request(
-                deployment, prompt_ids, cache_salt=str(is_asynchronous), max_tokens=20, **sampling
-            )
-            answers.add(replace(asked, request_id=f"{number}"))
-        answers.finish()
-        found.append(answers.results())
-    assert found[0] == found[1]
-    assert num_ahead >= 3
-    assert num_unread == 0
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

@@ -6,7 +6,7 @@ little of the step's numbers as a CUDA graph does. Kernels are interpreted.
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 
@@ -25,8 +25,7 @@ from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner import cuda_graphs, model_runner, sampler
+from ropewalk.model_runtime.runner import cuda_graphs
 from ropewalk.model_runtime.runner.cuda_graphs import (
     MOST_RECORDED,
     CaptureLimits,
@@ -34,7 +33,6 @@ from ropewalk.model_runtime.runner.cuda_graphs import (
     recorded_sizes,
 )
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.rope import Profile
 from tests.doubles.engines import deployment_of
 from tests.doubles.recorded_runners import CONFIG, SPARE, Again, Conversations, capture, runner_of
@@ -159,82 +157,6 @@ def test_larger_prompts_are_not_replayed(checkpoint: Checkpoint) -> None:
 def pages_of(runner: ModelRunner) -> KVCache:
     """A runner's cache."""
     return runner._store
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(("temperature", "has_kernels"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_recorded_steps_pass_their_tokens_on(
-    checkpoint: Checkpoint,
-    temperature: float,
-    has_kernels: bool,  # noqa: FBT001
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second step is launched before the first is read, and one sequence has ended by then.
-
-    With a GPU's kernels, the draw is replayed behind the step.
-    """
-    for module in (sampler, model_runner):
-        monkeypatch.setattr(module, "has_gpu_kernels", lambda _: has_kernels)
-    record = Again()
-    (profile, *_) = profiles_of(deployment_of(checkpoint))
-    plain = runner_of(checkpoint, None, [profile])
-    recorded = runner_of(checkpoint, record, [profile])
-    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
-
-    def rows(places: Sequence[int], num_generated: int) -> list[SamplingRow]:
-        return [SamplingRow(params[at], num_generated, frozenset()) for at in places]
-
-    def spans(places: Sequence[int], token_ids: Sequence[int], position: int) -> list[Span]:
-        return [
-            Span([token_id], position, [at], 0, range(1))
-            for at, token_id in zip(places, token_ids, strict=True)
-        ]
-
-    first = recorded.launch(spans((0, 1, 2), (5, 6, 7), 0), rows((0, 1, 2), 1), None)
-    second = recorded.launch(spans((0, 2), (0, 0), 1), rows((0, 2), 2), (first, (0, 2)))
-    third = recorded.launch(spans((0, 2), (0, 0), 2), rows((0, 2), 3), (second, (0, 1)))
-    got = [each.read() for each in (first, second, third)]
-    assert record.num_replayed == (6 if has_kernels else 3)
-    one = plain.launch(spans((0, 1, 2), (5, 6, 7), 0), rows((0, 1, 2), 1), None).read()
-    known = [one[1][0], one[1][2]]
-    two = plain.launch(spans((0, 2), known, 1), rows((0, 2), 2), None).read()
-    three = plain.launch(spans((0, 2), two[1], 2), rows((0, 2), 3), None).read()
-    assert got == [one, two, three]
-    assert len({*one[1], *two[1], *three[1]}) > 2, "the tokens do not differ"
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_prompts_are_beside_tokens_that_only_the_device_has(
-    checkpoint: Checkpoint, *, is_recorded: bool
-) -> None:
-    """Two prompts end, and are decoded in another order beside a third one, in two chunks."""
-    record = Again()
-    (profile, *_) = profiles_of(deployment_of(checkpoint))
-    plain = runner_of(checkpoint, None, [profile])
-    runner = runner_of(checkpoint, record if is_recorded else None, [profile], max_prompt_rows=32)
-    rows = [SamplingRow(SamplingParams(temperature=0.0), 1, frozenset())] * 3
-
-    def steps(first: Sequence[int], second: Sequence[int]) -> list[list[Span]]:
-        last = range(8, 9)
-        one, other, third = list(range(40, 49)), list(range(60, 69)), list(range(80, 89))
-        begun = [Span(one, 0, [0], 0, last), Span(other, 0, [1], 0, last)]
-        middle = [Span([token], 9, [1 - at], 0, range(1)) for at, token in enumerate(first)]
-        ended = [Span([token], 10, [at], 0, range(1)) for at, token in enumerate(second)]
-        chunks = Span(third, 0, [2], 0, ()), Span(third, 9, [2, 3], 0, last)
-        return [begun, [*middle, chunks[0]], [*ended, chunks[1]]]
-
-    unknown = steps((0, 0), (0, 0))
-    begun = runner.launch(unknown[0], rows[:2], None)
-    middle = runner.launch(unknown[1], rows[:2], (begun, (1, 0)))
-    ended = runner.launch(unknown[2], rows, (middle, (1, 0)))
-    got = [each.read() for each in (begun, middle, ended)]
-    one = plain.launch(unknown[0], rows[:2], None).read()
-    two = plain.launch(steps(one[1][::-1], (0, 0))[1], rows[:2], None).read()
-    three = plain.launch(steps((0, 0), two[1][::-1])[2], rows, None).read()
-    assert got == [one, two, three]
-    assert len({*one[1], *two[1], *three[1]}) > 4, "the tokens do not differ"
-    assert record.num_replayed == 3 * is_recorded
 
 
 @pytest.mark.costly
