@@ -39,7 +39,8 @@ from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.attention.work_list import WorkList, whole_contexts
 from ropewalk.model_runtime.gpu.attend import attend
 from ropewalk.model_runtime.gpu.backend import TritonAttention
-from ropewalk.model_runtime.gpu.decode import Tuning, cut_of, decode
+from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
+from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.prefill import prefill
 from ropewalk.rope import offset_angles, page_start_angles, position_angles
 from ropewalk.studies.harness.jsonl_file import LineFile
@@ -217,7 +218,7 @@ def _decode_seconds(
     """Return the time of the first call, with the host's part, and the median of a replay."""
     batches = cache.decode_batches(sequences)
     read = cache.read(len(batches[0].page_T), turned=turned)
-    works = [_decode_work(read, batch, tuning or Tuning()) for batch in batches]
+    works = [_decode_work(read, batch, tuning or tuning_of(read)) for batch in batches]
     first_s = first_seconds(cache.device, works[0])
     return first_s, seconds(cache.device, works, cache.sizes.repeats)
 

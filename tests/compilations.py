@@ -29,7 +29,7 @@ from ropewalk.model_runtime.runner import backends, model_runner
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.doubles.engines import tiny_checkpoint
-from tests.hopper import Device
+from tests.gpu_targets import Device
 from tests.sampling import few, sampled
 
 # Windows and soft caps; sinks; interleaved pairs and layers without rotation.

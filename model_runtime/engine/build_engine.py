@@ -27,9 +27,9 @@ from ropewalk.model_runtime.runner.backends import (
     state_store,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import (
-    MOST_PROMPT_BYTES,
     CaptureLimits,
     cuda_recorder,
+    most_prompt_bytes,
 )
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
@@ -85,7 +85,7 @@ def _built(
             config.max_decode_rows,
             spare_page=config.num_pages,
             max_prompt_rows=config.max_prompt_rows,
-            most_prompt_keys=MOST_PROMPT_BYTES
+            most_prompt_keys=most_prompt_bytes(checkpoint.device)
             // bytes_per_token(checkpoint.plans, checkpoint.dtype),
         )
         runner.capture_graphs(limits, cuda_recorder(checkpoint.device))

@@ -22,6 +22,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
 from ropewalk.model_runtime.attention.prompt_groups import Prompts
 from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
+from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.prefill import prefill, prefill_placed
@@ -104,7 +105,8 @@ class TritonAttention:
         )
         batch, methods = self._batch, read.tables.positions
         if len(batch.single_B):
-            decode(read, batch, self._work(read), out_THV)
+            tuning = tuning_of(read)
+            decode(read, batch, self._work(read, tuning), out_THV, tuning)
         prompts = self._prompts
         if methods:
             prompts, placed = self._divided_by(methods)
@@ -121,9 +123,9 @@ class TritonAttention:
             self._divided.append(both)
         return self._divided[0]
 
-    def _work(self, read: LayerRead) -> WorkList:
+    def _work(self, read: LayerRead, tuning: Tuning) -> WorkList:
         """Return the pieces of the contexts with one query token, for a layer's cut."""
-        cut = cut_of(read, own_page=self._own_page)
+        cut = cut_of(read, tuning, self._own_page)
         lists, methods = self._batch.work_lists, read.tables.positions
         if cut not in lists:
             places = self._batch.places_S

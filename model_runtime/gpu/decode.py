@@ -14,9 +14,6 @@ H = query heads, K = key heads, L = slots for partial results, V = value dimensi
 O = offsets in a page, P = rotated pairs.
 """
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +22,8 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import TILE
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.gpu.cards.card import card_of
+from ropewalk.model_runtime.gpu.cards.tuning import Tuning, sizes_of
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
 from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
 from ropewalk.model_runtime.gpu.rotate import (
@@ -35,23 +34,10 @@ from ropewalk.model_runtime.gpu.rotate import (
     padded,
     product,
     row,
-    tile_len,
 )
 from ropewalk.model_runtime.gpu.sealed_numbers import sealed_keys, sealed_values
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """The compile options of the kernel, and the number of programs per processor."""
-
-    num_warps: int = 4
-    num_stages: int = 5  # 5: a page's number and two tiles are in flight; 3: one tile
-    programs_per_processor: int = 2  # run at the same time; the cut of the keys fills them
-
-
-AS_COMPILED = Tuning()
 
 
 @jit(
@@ -286,29 +272,15 @@ def _merge(
     tl.store(out + token * out_t + head * out_h + v, acc, mask=v < VALUES)
 
 
-@cache
-def _num_processors(device: torch.device) -> int:
-    """Return the device's number of multiprocessors; 8 under the interpreter, so keys are cut."""
-    if device.type != "cuda":
-        return 8
-    found: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return found
-
-
-def cut_of(read: LayerRead, tuning: Tuning = AS_COMPILED, own_page: int = 0) -> Cut:
+def cut_of(read: LayerRead, tuning: Tuning, own_page: int = 0) -> Cut:
     """Return how a layer cuts the contexts of its step. `own_page`: as in Cut."""
-    num_programs = _num_processors(read.query_THD.device) * tuning.programs_per_processor
+    num_processors = card_of(read.query_THD.device).num_processors
+    num_programs = num_processors * tuning.programs_per_processor
     num_places = max(1, num_programs // read.keys_NKDO.shape[1])
-    tile, has_methods = _tile(read), bool(read.tables.positions)
+    tile, has_methods = sizes_of(read).tile, bool(read.tables.positions)
     if own_page:
         tile = min(tile, own_page & -own_page)  # so that a tile of sealed keys is within a page
     return Cut(read.sliding_window, tile, num_places, has_methods, own_page)
-
-
-def _tile(read: LayerRead) -> int:
-    """Return the number of keys that a program holds at once."""
-    widest = max(read.query_THD.shape[-1], read.values_NKOV.shape[-1])
-    return tile_len(TILE, widest, read.keys_NKDO.dtype)
 
 
 def decode(
@@ -316,13 +288,14 @@ def decode(
     batch: Batch,
     work: WorkList,
     out_THV: Tensor,
-    tuning: Tuning = AS_COMPILED,
+    tuning: Tuning,
     *,
     sealed: Sealed | None = None,
 ) -> None:
     """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    `work`: the contexts, cut as `cut_of` says. `sealed`: None if `read` has all pages.
+    `work`: the contexts, cut as `cut_of` says with this tuning. `sealed`: None if `read` has all
+    pages.
     """
     num_heads, value_dim = out_THV.shape[1:]
     num_slots = len(work.entries_EF)

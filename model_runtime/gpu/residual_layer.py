@@ -43,8 +43,11 @@ _FORMS: tuple[tuple[str, str | None, str, str | None], ...] = (
     ),
 )
 _BLOCKS = {"self_attn", "mlp"}
-# Shares of the change that a layer makes to its input, and of its output, which is rounded.
-_ROUNDING = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2**-8)}
+# Shares of the change that a layer makes to its input, and of its output, which is rounded. In
+# float16, layers of random numbers were within 1.2e-3 of the change in float64.
+_ROUNDING = {
+    torch.float32: (1e-5, 1e-6), torch.float16: (4e-3, 2**-11), torch.bfloat16: (2e-2, 2**-8),
+}  # fmt: skip
 
 
 class ResidualLayer(Replacement):
@@ -184,7 +187,7 @@ def _fused(layer: nn.Module, call: _Call | None) -> ResidualLayer | None:
     except Exception:  # noqa: BLE001  # parts of a checkpoint that take other arguments
         return None
     rounding = _ROUNDING.get(output.dtype)
-    if rounding is None:  # such as float16, whose error here is not known
+    if rounding is None:  # such as float64, whose error here is not known
         return None
     of_change, of_output = rounding
     given, got, expected = (each.float() for each in (call.hidden_states, output, call.output))

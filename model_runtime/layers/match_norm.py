@@ -33,7 +33,7 @@ class NormParts(NamedTuple):
 
 # Makes the possible replacements of a norm from its parts, each with its comparison.
 Candidates = Callable[[NormParts], Iterable[tuple[nn.Module, IsEqual]]]
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
+ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative
 
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest reveals a wrong eps
 _TRIAL_SHIFT = 0.5  # reveals a norm that subtracts the mean

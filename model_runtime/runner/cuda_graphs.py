@@ -38,6 +38,7 @@ from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.sealed.own_pages import open_codes
 from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.attention.work_list import refill
+from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.layers.last_layer import host_logits_indices
 from ropewalk.model_runtime.transfer import fill
 
@@ -54,9 +55,17 @@ class RecordingError(RuntimeError):
 WithOwn = Callable[[Batch, Tensor], Batch]
 _FIELDS = 4  # of a sequence's token, before its pages by group of layers, its slots and open page
 MOST_RECORDED = 512  # rows
-# Keys and values that all rows of prompts may read in a captured step: 131,072 of a Llama 3 8B in
-# bfloat16. An H200 reads them in about 5 ms, and the launches of such a step take 24 ms.
-MOST_PROMPT_BYTES = 2**34
+# That the keys and values which all rows of prompts read in a captured step take by the card's data
+# sheet. The launches of such a step take 24 ms.
+_PROMPT_SECONDS = 3.5e-3
+
+
+def most_prompt_bytes(device: torch.device) -> int:
+    """Return how many bytes of keys and values the rows of prompts may read in a captured step.
+
+    On an H200 these are 131,072 positions of a Llama 3 8B in bfloat16, read in about 5 ms.
+    """
+    return int(card_of(device).bytes_s * _PROMPT_SECONDS)
 
 
 def recorded_sizes(max_rows: int, max_prompt_rows: int = 0) -> list[int]:

@@ -21,13 +21,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.rotate import padded
 
 _BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
 _SEARCHED = 4096  # the same where it looks for the drawn token
 _MOVED = 2048  # the same where it looks for the best token, and where it scales
-_PROGRAMS, _LEAST_SPAN = 1056, 2048  # eight for each processor of an H200; tokens of a program
+_PROGRAMS, _LEAST_SPAN = 8, 2048  # programs for each processor; tokens of a program
 # Between the keys of each pass. All keys are within 2**31.
 _STEPS = (2**27, 2**23, 2**19, 2**15, 2**11, 2**7, 2**3, 1)
 _LAST = tl.constexpr(len(_STEPS) - 1)
@@ -288,7 +289,8 @@ def draw_rows(
     device, (num_rows, size) = logits_RV.device, logits_RV.shape
     numbers_RN = torch.zeros(num_rows, _NUMBERS, dtype=torch.int64, device=device)
     told_A = torch.empty(2 * num_rows, dtype=torch.int64, device=device)
-    span = max(_LEAST_SPAN, -(-num_rows * size // _PROGRAMS // _BLOCK) * _BLOCK)
+    num_programs = card_of(device).num_processors * _PROGRAMS
+    span = max(_LEAST_SPAN, -(-num_rows * size // num_programs // _BLOCK) * _BLOCK)
     sizes = {"NUMBERS": _NUMBERS, "num_warps": _WARPS}
     parts = num_rows, -(-size // span)
     moved = {**sizes, "BLOCK": min(_MOVED, padded(size))}

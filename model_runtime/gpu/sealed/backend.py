@@ -21,6 +21,7 @@ from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
 from ropewalk.model_runtime.attention.sealed.sealed_prompts import SealedPrompts, Source
 from ropewalk.model_runtime.gpu.attend import rows_at_once
 from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.cards.tuning import tuning_of
 from ropewalk.model_runtime.gpu.decode import decode
 from ropewalk.model_runtime.gpu.page_sources import Sealed
 from ropewalk.model_runtime.gpu.prefill import PackedPart, merge_parts
@@ -84,8 +85,9 @@ class SealedTritonAttention(TritonAttention):
         exact = self._exact(read, opened_XKE)
         batch, methods = self._batch, read.tables.positions
         if len(batch.single_B):
-            sealed = Sealed(records, self._own_T)
-            decode(exact, batch, self._work(exact), out_THV, sealed=sealed)
+            sealed, tuning = Sealed(records, self._own_T), tuning_of(exact)
+            work = self._work(exact, tuning)
+            decode(exact, batch, work, out_THV, tuning, sealed=sealed)
         prompts = self._prompts_under(methods)
         if len(prompts):
             staged = self._exact(read, self._own.layer(*opened_XKE.shape[1:]))

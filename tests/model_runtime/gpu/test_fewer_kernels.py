@@ -36,7 +36,7 @@ from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import forget_results, shared_inputs
 from ropewalk.model_runtime.loading import checkpoint as loading
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
-from tests.checkpoints.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.oracles.triton_attention import use_triton
 
@@ -153,9 +153,11 @@ def logits(model: nn.Module) -> Tensor:
     return out
 
 
-def replaced(architecture: str, **overrides: Any) -> tuple[dict[str, int], float]:
+def replaced(
+    architecture: str, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> tuple[dict[str, int], float]:
     """Numbers of modules by class after the replacement, and the largest change of a logit."""
-    model: Any = tiny_model(architecture, **overrides).to(DEVICE)
+    model: Any = in_dtype(tiny_model(architecture, **overrides), dtype).to(DEVICE)
     patch_model(model, read_native_rope(model))
     before = logits(model)
     use_fewer_kernels(model, shared_inputs(model))
@@ -197,6 +199,30 @@ def test_layers_of_these_models_are_fused(
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_float16_model_is_fused_without_more_error(architecture: str) -> None:
+    """Checkpoints of AWQ and GPTQ name float16. float64 with the same weights is the reference."""
+
+    def error_of(model: nn.Module) -> float:
+        apart = logits(model).double() - expected
+        return float(apart.norm() / expected.norm())
+
+    models: list[Any] = []
+    for dtype in (torch.float16, torch.float64):
+        rounded = in_dtype(tiny_model(architecture), torch.float16)
+        models.append(in_dtype(rounded, dtype).to(DEVICE))
+        patch_model(models[-1], read_native_rope(models[-1]))
+    model, exact = models
+    expected = logits(exact)
+    before = error_of(model)
+    use_fewer_kernels(model, shared_inputs(model))
+    layers = [each for each in model.modules() if isinstance(each, ResidualLayer)]
+    assert len(layers) == 4 == sum(bool(layer._following) for layer in layers)
+    assert not any(type(each).__name__.endswith("RMSNorm") for each in model.modules())
+    assert 0 < error_of(model) < 1.5 * before < 1e-2
+
+
+@pytest.mark.costly
 @pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "kept"),
@@ -218,6 +244,13 @@ def test_modules_that_compute_something_else_are_left(
     kinds, apart = replaced(architecture, **overrides)
     assert kinds[kept] == 4
     assert apart < 1e-5
+
+
+@pytest.mark.costly
+def test_a_float16_layer_that_multiplies_its_output_is_left() -> None:
+    """Its bound is above what rounding does, and far below this."""
+    kinds, _ = replaced("granite", torch.float16, residual_multiplier=0.9)
+    assert kinds["GraniteDecoderLayer"] == 4
 
 
 @pytest.mark.costly

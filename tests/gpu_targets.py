@@ -1,11 +1,17 @@
-"""Compiles the GPU's kernels for an H200 on a machine without a GPU, and prints their usage."""
+"""Compiles the GPU's kernels for one kind of card, without a card, and prints their usage.
+
+`python -m tests.gpu_targets 86` compiles all of them for compute capability 8.6. A process has one
+target, because a kernel keeps the first one that it is compiled for.
+"""
 
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,14 +22,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
-from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan, LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.gpu.cards.card import Card
 from ropewalk.model_runtime.gpu.launch import Kernel
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
 
-TARGET = GPUTarget("cuda", 90, 32)
+# By compute capability, times ten. Shared memory is from the CUDA C++ guide, the rest from data
+# sheets.
+CARDS = {
+    80: Card(108, 164 * 1024, 2.04e12),  # A100
+    86: Card(82, 100 * 1024, 0.94e12),  # RTX 3090
+    89: Card(128, 100 * 1024, 1.01e12),  # RTX 4090
+    90: Card(132, 228 * 1024, 4.92e12),  # H200
+    120: Card(170, 100 * 1024, 1.79e12),  # RTX 5090
+}
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 SPANS = ((3001, 1), (70, 33))
 CASES = {
@@ -49,6 +64,7 @@ CASES = {
     ),
     "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
 }  # fmt: skip
+FEW = ("as served", "wide")
 SEALED_SPANS = ((3001, 1), (70, 3), (300, 200))
 SEALED_CASES = {
     "sealed": Case(**LLAMA, spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64),
@@ -66,8 +82,11 @@ SEALED_CASES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
 class Device:
     """Replaces the GPU's driver for triton; nothing is launched."""
+
+    capability: int = 90
 
     def get_current_device(self) -> int:
         """The only device."""
@@ -79,13 +98,14 @@ class Device:
 
     def get_current_target(self) -> GPUTarget:
         """The target of the compilation."""
-        return TARGET
+        return GPUTarget("cuda", self.capability, 32)
 
 
+@cache
 def usage(kernel: Any) -> dict[str, int]:
     """Registers and bytes of stack of a thread, by NVIDIA's own tool, which triton carries.
 
-    And the bytes of shared memory of a program.
+    And the warps and the bytes of shared memory of a program.
     """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -95,8 +115,12 @@ def usage(kernel: Any) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found is not None, told
     registers, stack_bytes = map(int, found.groups())
-    shared_bytes = kernel.metadata.shared
-    return {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": shared_bytes}
+    return {
+        "registers": registers,
+        "stack_bytes": stack_bytes,
+        "warps": kernel.metadata.num_warps,
+        "shared_bytes": kernel.metadata.shared,
+    }
 
 
 def ptx_of(kernel: Any) -> str:
@@ -105,8 +129,9 @@ def ptx_of(kernel: Any) -> str:
     return text
 
 
-def _only_compiled(case: str) -> Any:
-    """The replacement of a launch."""
+def _only_compiled(case: str, read: LayerRead | None = None) -> Any:
+    """The replacement of a launch. `read`: what `_decode` reads."""
+    from ropewalk.model_runtime.gpu.cards.tuning import shared_bytes, sizes_of, tuning_of
 
     def compiled(function: Any, grid: Any) -> Any:
         def launch(*args: Any, **options: Any) -> None:
@@ -117,6 +142,9 @@ def _only_compiled(case: str) -> Any:
             if function.__name__ == "_add":  # all warps read what one of them writes
                 code = ptx_of(kernel)
                 line["waits"] = -1 < code.find("bar.sync") < code.find("st.global")
+            if read is not None and function.__name__ == "_decode":
+                line["programs"] = tuning_of(read).programs_per_processor
+                line["foreseen_bytes"] = shared_bytes(sizes_of(read), options["num_stages"])
             sys.stdout.write(json.dumps(line) + "\n")
 
         return launch
@@ -195,8 +223,8 @@ def _compile_sealed() -> None:
     from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
 
     for (name, case), kind in product(SEALED_CASES.items(), FORMATS):
-        Kernel.__getitem__ = _only_compiled(f"{name}, {kind}")
         laid = Laid(case, torch.device("cpu"))
+        Kernel.__getitem__ = _only_compiled(f"{name}, {kind}", laid.read)
         (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
         store = SealedCache(
             {0: LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)}, 2,
@@ -219,23 +247,17 @@ def _compile_sealed() -> None:
         assert num_heads
 
 
-def main() -> None:
-    """Every launch of a write and a read is compiled with the arguments it has, and not run.
-
-    `draws` as the argument: only those of a draw.
-    """
+def _compile_reads(cases: Iterable[str]) -> None:
+    """Writes and reads of pages with exact numbers."""
     from ropewalk.model_runtime.gpu import flash as triton_flash
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
-    driver.set_active(Device())
-    if sys.argv[1:] == ["draws"]:
-        _compile_draws()
-        return
     triton_flash.is_available = lambda _: True
     triton_flash.flash = _uncomputed
-    for name, case in CASES.items():
-        Kernel.__getitem__ = _only_compiled(name)
+    for name in cases:
+        case = CASES[name]
         laid = Laid(case, torch.device("cpu"))
+        Kernel.__getitem__ = _only_compiled(name, laid.read)
         num_tokens = len(laid.read.query_THD)
         shape = (num_tokens, case.heads[1], case.dims[0])
         key_TKD = torch.randn(shape, dtype=case.dtype)
@@ -243,6 +265,27 @@ def main() -> None:
         attention = TritonAttention(laid.batch)
         attention.write(laid.read.keys_NKDO, laid.read.values_NKOV, key_TKD, value_TKV)
         attention.read(laid.read)
+
+
+def main() -> None:
+    """Every launch of a write and a read is compiled with the arguments it has, and not run.
+
+    Arguments: the capability, times ten, and `few` for a part of the kernels, which takes a fifth
+    of a minute.
+    """
+    from ropewalk.model_runtime.gpu import decode
+    from ropewalk.model_runtime.gpu.cards import tuning
+    from ropewalk.model_runtime.gpu.sampling import draw_ranked
+
+    capability = int(sys.argv[1])
+    driver.set_active(Device(capability))
+    for module in (decode, tuning, draw_ranked):
+        module.card_of = lambda _: CARDS[capability]
+    if sys.argv[2:] == ["few"]:
+        _compile_reads(FEW)
+        _compile_draws()
+        return
+    _compile_reads(CASES)
     _compile_sealed()
     _compile_layers()
     _compile_states()
