@@ -39,7 +39,7 @@ def tile_len(most: int, width: int, dtype: torch.dtype) -> int:
     """Return the number of rows that a program holds at once, a power of two.
 
     It is `most` for rows of 128 bfloat16 values, and fewer for larger rows. The sizes come from the
-    compiler's report of register use (tests/hopper.py).
+    compiler's report of register use (tests/gpu_targets.py).
     """
     return max(_LEAST, min(most, most * 256 // (padded(width) * dtype.itemsize)))
 

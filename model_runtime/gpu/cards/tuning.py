@@ -60,10 +60,14 @@ def sizes_of(read: LayerRead) -> Sizes:
 
 def tuning_of(read: LayerRead) -> Tuning:
     """Return the tuning of a layer on its device."""
-    return best_tuning(card_of(read.query_THD.device), sizes_of(read))
+    return _tuning_on(read.query_THD.device, sizes_of(read))
 
 
 @cache
+def _tuning_on(device: torch.device, sizes: Sizes) -> Tuning:
+    return best_tuning(card_of(device), sizes)
+
+
 def best_tuning(card: Card, sizes: Sizes) -> Tuning:
     """Return the first tuning whose programs fit a processor of the card; else the last one."""
     for tuning in _TUNINGS:
