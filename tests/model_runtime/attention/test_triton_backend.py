@@ -193,7 +193,7 @@ def test_kernels_of_a_step_compile_for_a_card(capability: int) -> None:
     read = {"_put", "_decode", "_merge", "_turn", "_gather", "_place", "_attend"}
     drawn = {"_best", "_scale", "_look", "_keep", "_find"}
     assert {line["kernel"] for line in lines} == read | drawn
-    assert all(line["stack_bytes"] <= 16 for line in lines)
+    assert all(line["stack_bytes"] <= (64 if line["case"] == "wide" else 8) for line in lines)
     check_room(lines, capability)
 
 
@@ -229,10 +229,9 @@ def test_the_kernels_compile_for_a_card(capability: int) -> None:
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
     # In `int4` a thread holds the parameters of both halves of a page.
-    most = {"chunks": 16, "rerope": 16, "sealed, rerope, k8v4": 16, "sealed, rerope, int4": 160}
-    most |= {f"sealed, all, {kind}": 24 for kind in FORMATS}
+    most = {f"sealed, all, {kind}": 24 for kind in FORMATS} | {"sealed, rerope, int4": 160}
     narrow = [line for line in lines if "wide" not in line["case"]]
-    assert all(line["stack_bytes"] <= most.get(line["case"], 8) for line in narrow)
+    assert all(line["stack_bytes"] <= most.get(line["case"], 16) for line in narrow)
     assert all(line["stack_bytes"] <= 512 for line in lines)
     for kind in FORMATS:
         case = f"sealed, all, {kind}"
