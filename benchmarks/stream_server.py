@@ -118,6 +118,7 @@ def stand_in_for(engine: Engine) -> StandIn:
 
 def main() -> None:
     """Serve until the standard input ends."""
+    sys.setswitchinterval(0.0002)  # as server/startup/start.py does
     log_to_stderr()
     settings = load_settings(
         {
