@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor, nn
 
@@ -45,7 +44,7 @@ def _scaled(values, weight, eps, target, d, WIDTH: tl.constexpr, PLUS_ONE: tl.co
 
 
 # No number that depends on the step's tokens is compiled in.
-@triton.jit(do_not_specialize=["num_inner", "x_outer", "x_inner"])
+@jit("num_inner", "x_outer", "x_inner")
 def _normalize(
     x, residual, weight, inner_weight, summed, out, eps, inner_eps, num_inner, x_outer, x_inner,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
