@@ -270,8 +270,8 @@ def _compile_reads(cases: Iterable[str]) -> None:
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run.
 
-    Arguments: the capability, times ten, and `few` for a part of the kernels, which takes a fifth
-    of a minute.
+    Arguments: the capability, times ten, and `few` for a part of the kernels, which takes half
+    a minute.
     """
     from ropewalk.model_runtime.gpu import decode
     from ropewalk.model_runtime.gpu.cards import tuning
