@@ -26,18 +26,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def told(
-    logits_RV: Tensor, params: list[SamplingParams], uniforms: list[float]
+    logits_RV: Tensor,
+    params: list[SamplingParams],
+    uniforms: list[float],
+    *,
+    in_place: bool = False,
 ) -> tuple[list[bool], list[int]]:
-    """Whether each row is finite, and the kernels' draws."""
+    """Whether each row is finite, and the kernels' draws; in place as a captured draw."""
     rows = zip(params, uniforms, strict=True)
     cuts = [(each.top_k, each.top_p, each.min_p, number, each.temperature) for each, number in rows]
-    logits_RV = logits_RV.to(DEVICE).contiguous()
+    logits_RV = logits_RV.to(DEVICE, copy=True).contiguous()
     cuts_RC = torch.tensor(cuts, dtype=torch.float64)
-    scaled_RV = torch.full_like(logits_RV, torch.nan)
-    found = draw_rows(logits_RV, cuts_RC.to(DEVICE), scaled_RV, searches_of(cuts_RC.numpy()))
-    # Searches that no row needs change nothing, and the values may take the place of the logits.
-    in_place = draw_rows(logits_RV, cuts_RC.to(DEVICE), logits_RV, (True, True, True))
-    assert torch.equal(found, in_place)
+    searches = (True, True, True) if in_place else searches_of(cuts_RC.numpy())
+    scaled_RV = logits_RV if in_place else torch.full_like(logits_RV, torch.nan)
+    found = draw_rows(logits_RV, cuts_RC.to(DEVICE), scaled_RV, searches)
     return split_told(found.tolist(), len(params))
 
 
@@ -125,3 +127,14 @@ def test_a_plain_temperature_gives_each_token_its_share() -> None:
     tokens = drawn(logits_V.expand(num, 5), params, [(at + 0.5) / num for at in range(num)])
     shares = torch.bincount(torch.tensor(tokens), minlength=5) / num
     assert torch.allclose(shares, (logits_V / 0.7).softmax(-1), atol=2 / num)
+
+
+def test_a_captured_draw_makes_all_searches_in_the_place_of_the_logits() -> None:
+    """Those that no row needs change nothing."""
+    logits_RV = torch.randn(3, 60, generator=torch.Generator().manual_seed(2)) * 3
+    for params in (
+        [GREEDY, SamplingParams(top_k=7), SamplingParams(temperature=0.6)],
+        [SamplingParams(top_p=0.7), SamplingParams(min_p=0.1), GREEDY],
+    ):
+        numbers = [0.1, 0.6, 0.95]
+        assert told(logits_RV, params, numbers) == told(logits_RV, params, numbers, in_place=True)
