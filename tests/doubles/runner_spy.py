@@ -19,7 +19,7 @@ class RunnerSpy:
     def __init__(self, engine: Engine, note: Note) -> None:
         self._note = note
         self._runner = engine._core._runner
-        engine._core._runner = self
+        engine._core._runner = engine._core._launcher._runner = self
 
     is_asynchronous = False  # all steps are prepared, so all are noted
     is_captured = False

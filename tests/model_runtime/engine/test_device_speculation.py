@@ -49,6 +49,8 @@ def served(core: EngineCore, checkpoint: Checkpoint, requests: Sequence[Request]
         core.step()
         core.check_integrity()
         for each in core.scheduler.running:
+            if not each.is_decoding:
+                continue  # a launched step may have the next chunk of its prompt
             most = -(-(each.num_computed + 2 + MOST) // CONFIG.page_size)
             assert len(each.pages) <= most, "a sequence holds more than the pages of one draft"
     assert core.scheduler.pool.num_used == 0
