@@ -7,10 +7,8 @@ it from then on.
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import triton
@@ -21,7 +19,6 @@ from triton.runtime.jit import JITFunction
 
 _ALIGNED = 16  # bytes of an address, and the number that Triton knows integers to be multiples of
 _MOST_INT = 2**31 - 1  # of a kernel's int32
-_ADDRESS = Tensor.data_ptr
 
 
 @overload
@@ -84,104 +81,97 @@ if is_interpreted() and triton.__version__.startswith("3.6."):
     _let_interpreter_count()
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a kernel's arguments by position have what. The types are those of the first launch."""
-
-    pointers: tuple[int, ...]  # those whose alignment counts come first
-    num_aligned: int
-    integers: tuple[int, ...]  # those whose kind counts come first
-    num_kinds: int
-    constants: tuple[int, ...]  # known at compile time
-
-    @classmethod
-    def of(cls, kernel: JITFunction, args: tuple[Any, ...]) -> "_Places":
-        """Return the places of a kernel's arguments; a float has one kind."""
-        places: dict[str, list[int]] = {}
-        for at, (parameter, arg) in enumerate(zip(kernel.params, args, strict=False)):
-            if parameter.is_constexpr:
-                kind = "constant"
-            elif isinstance(arg, Tensor):
-                kind = "pointer" if parameter.do_not_specialize_on_alignment else "aligned"
-            elif isinstance(arg, int):
-                kind = "integer" if parameter.do_not_specialize else "kind"
-            else:
-                kind = "float"
-            places.setdefault(kind, []).append(at)
-        aligned, kinds = places.get("aligned", []), places.get("kind", [])
-        return cls(
-            (*aligned, *places.get("pointer", [])),
-            len(aligned),
-            (*kinds, *places.get("integer", [])),
-            len(kinds),
-            tuple(places.get("constant", [])),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """A kernel that is loaded on a device, and its constants behind the arguments by position."""
-
-    run: Callable[..., None]
-    function: int
-    metadata: Any
-    tail: tuple[Any, ...]
-
-
 class Kernel(JITFunction):  # type: ignore[misc]  # triton has no types
     """A kernel of Triton, `kernel[grid](*args, **constants)`, launched without Triton's Python.
 
-    Arguments by name are compile-time constants and options. An argument has one type in all
-    launches, except that tensors may have any dtype. Hooks of Triton's profiler see the first
-    launch of a kind only.
+    An argument has one type in all launches, except that tensors may have any dtype. Hooks of
+    Triton's profiler see the first launch of a kind only.
     """
 
     def __init__(self, function: Callable[..., Any], **named: Any) -> None:
         super().__init__(function, **named)
-        self._compiled: dict[tuple[Any, ...], _Compiled] = {}  # by the kinds of all arguments
-        self._places: _Places | None = None
+        self._direct: Callable[..., None] | None = None  # written at the first launch
+        # The kinds of all arguments -> what launches the compiled kernel, and its handles.
+        self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], int, Any]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return partial(self._direct or self._first, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        places = self._places
-        if places is None:
-            places = self._places = _Places.of(self, args)
-        tensors = [args[at] for at in places.pointers]
-        pointers = [*map(_ADDRESS, tensors)]
-        integers = [args[at] for at in places.integers]
-        active = driver.active
-        device = active.get_current_device()
-        key = (
-            device,
-            *constants,
-            *constants.values(),
-            *[args[at] for at in places.constants],
-            *[
-                _ALIGNED if not each % _ALIGNED else each == 1
-                for each in integers[: places.num_kinds]
-            ],
-            *[each.dtype for each in tensors],
-        )
-        is_usual = (
-            reduce(or_, pointers[: places.num_aligned], 0) % _ALIGNED == 0
-            and max(integers, default=0) <= _MOST_INT
-        )
-        compiled = self._compiled.get(key) if is_usual else None
-        if compiled is None:
-            kernel = self.run(*args, grid=grid, warmup=False, **constants)
-            if is_usual and isinstance(kernel, CompiledKernel):
-                rest = self.params[len(args) :]
-                tail = tuple(constants.get(each.name, each.default) for each in rest)
-                self._compiled[key] = _Compiled(
-                    kernel.run, kernel.function, kernel.packed_metadata, tail
-                )
-            return
-        given = [*args]
-        for at, pointer in zip(places.pointers, pointers, strict=True):
-            given[at] = pointer  # a number, which the driver is not asked about
-        compiled.run(
-            *(*grid, 1, 1)[:3], active.get_current_stream(device),
-            compiled.function, compiled.metadata, None, None, None, *given, *compiled.tail,
-        )  # fmt: skip
+    def _first(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """Write the direct launch, which needs the types of the arguments, and launch by it."""
+        own = {name: each for name, each in named.items() if name in self.arg_names}
+        given = self.signature.bind(*args, **own).arguments
+        names = {
+            "_compiled": self._compiled,
+            "_by_triton": self._by_triton,
+            "_current_device": driver.active.get_current_device,
+            "_current_stream": driver.active.get_current_stream,
+            "_defaults": {each.name: each.default for each in self.params},
+        }
+        exec(_source(self.params, given), names)  # noqa: S102  # as Triton and dataclasses do
+        self._direct = names["_launch"]
+        self._direct(grid, *args, **named)
+
+    def _by_triton(
+        self, key: tuple[Any, ...] | None, grid: tuple[int, ...], given: dict[str, Any], /
+    ) -> None:
+        """Launch with all that Triton looks up, and keep what it compiled. None: keep nothing."""
+        kernel = self.run(**given, grid=grid, warmup=False)
+        if key is not None and isinstance(kernel, CompiledKernel):
+            self._compiled[key] = kernel.run, kernel.function, kernel.packed_metadata
+
+
+_LAUNCH = """
+def _launch(_grid, {parameters}, **_options):
+    {addresses}
+    _device = _current_device()
+    _key = (_device, *_options, *_options.values(), {kinds})
+    _is_usual = not (({misaligned}) % {alignment} or {too_wide})
+    _ready = _compiled.get(_key)
+    if _ready is None or not _is_usual:
+        _by_triton(_key if _is_usual else None, _grid, {{{named}, **_options}})
+        return
+    _run, _function, _metadata = _ready
+    _size = len(_grid)
+    _run(
+        _grid[0], _grid[1] if _size > 1 else 1, _grid[2] if _size > 2 else 1,
+        _current_stream(_device), _function, _metadata, None, None, None, {arguments},
+    )
+"""
+
+
+def _source(parameters: Sequence[Any], given: Mapping[str, Any]) -> str:
+    """Return the code of a kernel's direct launch, `_launch(grid, ...)`.
+
+    `given`: the arguments of a launch, for their types. Written out, an argument takes a third of
+    the time of a loop over all. An address is a number, which the driver is not asked about.
+    """
+    signature, kinds, aligned, wide = [], [], ["0"], ["False"]
+    addresses, arguments = [], []
+    for each in parameters:
+        name, value = each.name, given.get(each.name)
+        signature.append(f"{name}=_defaults[{name!r}]" if each.has_default else name)
+        argument = name
+        if each.is_constexpr:
+            kinds.append(name)
+        elif isinstance(value, Tensor):
+            argument = f"_at_{name}"
+            addresses.append(f"{argument} = {name}.data_ptr()")
+            kinds.append(f"{name}.dtype")
+            if not each.do_not_specialize_on_alignment:
+                aligned.append(argument)
+        elif isinstance(value, int):
+            wide.append(f"{name} > {_MOST_INT}")
+            if not each.do_not_specialize:
+                kinds.append(f"{_ALIGNED} if not {name} % {_ALIGNED} else {name} == 1")
+        arguments.append(argument)
+    return _LAUNCH.format(
+        parameters=", ".join(signature),
+        addresses="; ".join(addresses) or "pass",
+        kinds=", ".join(kinds),
+        misaligned=" | ".join(aligned),
+        alignment=_ALIGNED,
+        too_wide=" or ".join(wide),
+        named=", ".join(f"{each.name!r}: {each.name}" for each in parameters),
+        arguments=", ".join(arguments),
+    )
