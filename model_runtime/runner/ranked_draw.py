@@ -7,7 +7,7 @@ The tokens are ranked by their logit, and equal ones by their id. There are thre
   decisions are those of a sort with ids, to the bit.
 - A device without triton sorts some rows at a time. Probabilities are whole numbers there, whose
   sums do not depend on an order. So a row has the same draw in any batch.
-- A kernel decides likewise without a sort (gpu/sampling/draw_ranked.py).
+- Triton's kernels decide likewise without a sort, for all rows (gpu/sampling/draw_ranked.py).
 
 Shapes: R = rows, V = vocabulary, C = all tokens of a row, by rank.
 """

@@ -39,8 +39,8 @@ GRAPH_BYTES = 8 * 2**20
 # cuBLAS keeps 32 MiB on a Hopper for each stream with matrix products. There are three: for the
 # warm-up, the capture and the replay of steps.
 WORKSPACE_BYTES = 3 * 32 * 2**20
-# The parameters with the largest sampler tensors. A bias copies the logits. Rows without a cut are
-# drawn from sums in float64, and a device without triton sorts some rows under top_p.
+# The parameters with the largest sampler tensors. A bias copies the logits. A device without triton
+# draws rows without a cut from sums in float64, and sorts some rows under top_p.
 _DRAWN = SamplingParams(temperature=1e9, logit_bias=((0, 0.0),))
 _RANKED = replace(_DRAWN, top_p=0.9)
 _GREEDY = replace(_DRAWN, temperature=0.0)
