@@ -21,6 +21,7 @@ from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     check_windows,
+    long_prompt_tokens,
     new_store,
     rounded_store,
     sealed_store,
@@ -78,7 +79,7 @@ def _built(
         # On a CPU, a load compiles the plain kernels. Ranges of keys and other caches have others.
         is_rare = profile.positions is not None or config.kv_cache_dtype != EXACT
         if checkpoint.device.type == "cuda" or is_rare:
-            warm_up(runner, profile, page, config)
+            warm_up(runner, profile, page, config, long_prompt_tokens(checkpoint.device))
     if is_captured:
         limits = CaptureLimits(
             config.max_model_len,
@@ -167,12 +168,19 @@ def build_runner(
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size, **more)
 
 
-def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConfig) -> None:
+def warm_up(
+    runner: ModelRunner,
+    profile: Profile,
+    page: int,
+    config: EngineConfig,
+    num_long_tokens: int = 0,
+) -> None:
     """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
 
     Every layer launches all of its kernels: with all rows, and with those that need logits. Pages
     that are sealed are filled and crossed, too. Then a token is drawn with every kernel of
-    a draw. The steps write only to `page`, which no sequence may hold.
+    a draw. The steps write only to `page`, which no sequence may hold. `num_long_tokens`: of the
+    shortest prompt that has kernels of its own; 0: none has.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
     pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
@@ -183,6 +191,10 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         logits_RV = runner.run(spans)
+    if 0 < num_long_tokens <= min(config.max_model_len, config.max_num_batched_tokens):
+        pages = [page] * (-(-num_long_tokens // config.page_size) * config.num_groups)
+        long = (StatePart(num_long_tokens, None, 0),)
+        runner.run([Span([0] * num_long_tokens, 0, pages, table_id, range(1), long)])
     drawn = SamplingRow(SamplingParams(top_p=0.9, top_k=20), 0, frozenset())
     sample_rows(logits_RV[:1], [0], [drawn])
     if config.kv_cache_dtype != EXACT:

@@ -1,8 +1,10 @@
-"""The prefill's attention by torch's flash attention, for all prompts of a group in one call.
+"""The prefill's attention by flash attention, for all prompts of a group in one call.
 
-It is called by its name. torch's dispatcher (`scaled_dot_product_attention`) may choose cuDNN,
-which makes a plan for every new length, and it takes no packed rows. The function and its
-arguments are the same in torch 2.11 and 2.13, whose `torch.nn.attention.varlen` calls it, too.
+It is torch's flash attention 2, or for many tokens flash attention 4 if it is installed and passes
+its trial (cards/flash_4.py). Torch's is called by its name. torch's dispatcher
+(`scaled_dot_product_attention`) may choose cuDNN, which makes a plan for every new length, and it
+takes no packed rows. The function and its arguments are the same in torch 2.11 and 2.13, whose
+`torch.nn.attention.varlen` calls it, too.
 
 Shapes: T = packed query tokens of a group, C = its packed keys, H = query heads, K = key heads,
 D = head dimensions.
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import Mask, PromptGroup
+from ropewalk.model_runtime.gpu.cards.flash_4 import LEAST_TOKENS, flash_4, is_better, is_installed
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.rotate import heads_at_once, padded
 
@@ -106,11 +109,20 @@ def flash(
     return out_THD, lse_HT
 
 
+@cache
+def serves_long_prompts(device: torch.device) -> bool:
+    """Return whether flash attention 4 reads long prompts, by a trial at the first call."""
+    return is_installed(device) and is_better(device, flash_4, flash)
+
+
 def flash_part(
     read: LayerRead, group: PromptGroup, query_THD: Tensor, key_CKD: Tensor, value_CKD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return a group's output, [T, H, D], and its log-sum-exp, float32 [H, T], in packed rows."""
-    return flash(
+    attention = flash
+    if len(query_THD) >= LEAST_TOKENS and serves_long_prompts(query_THD.device):
+        attention = flash_4
+    return attention(
         query_THD,
         key_CKD,
         value_CKD,

@@ -197,6 +197,16 @@ def described(device: torch.device) -> str:
     return f"{vectors().name}, {vectors().lanes} lanes"
 
 
+def long_prompt_tokens(device: torch.device) -> int:
+    """Return the query tokens from which on a prompt is read by other kernels; 0: never."""
+    if not has_gpu_kernels(device):
+        return 0
+    from ropewalk.model_runtime.gpu.cards.flash_4 import LEAST_TOKENS  # noqa: PLC0415
+    from ropewalk.model_runtime.gpu.flash import serves_long_prompts  # noqa: PLC0415  # optional
+
+    return LEAST_TOKENS if serves_long_prompts(device) else 0
+
+
 def multiplies_pairs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether kernels multiply numbers of this type in pairs, by a trial of both ways."""
     if not has_cpu_kernels(device):

@@ -15,7 +15,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.hub.wanted import OnBytes, no_bytes
 from ropewalk.model_runtime.loading.model_config import read_outline
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
-from ropewalk.model_runtime.runner.backends import described
+from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
@@ -251,6 +251,15 @@ def _rank_lines(checkpoint: Checkpoint, plan: ServingPlan, ranks: "Ranks | None"
     return [rank_line(ranks.size, bits, weight_bytes, plan.rank_cache_bytes)]
 
 
+def _attention(device: torch.device) -> str:
+    """Return what reads the cache, and on a GPU what reads prompts."""
+    if device.type != "cuda":
+        return described(device)
+    least = long_prompt_tokens(device)
+    long = f", from {least} tokens flash attention 4" if least else ""
+    return f"{described(device)}, prompts by flash attention 2{long}"
+
+
 def _torch_lines() -> list[str]:
     """Return a line if the build of torch does not fit the machine's GPU, or none."""
     build = TorchBuild(
@@ -315,7 +324,7 @@ def _banner(
             *warning_lines(*checkpoint.left_out),
             computing_line(
                 checkpoint.products,
-                described(checkpoint.device),
+                _attention(checkpoint.device),
                 has_same_bits=checkpoint.report.bitwise,
             ),
             draft_line(
