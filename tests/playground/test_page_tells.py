@@ -141,3 +141,4 @@ def test_an_answer_that_fills_its_tier_says_so(opened: Watched) -> None:
         page.fill("#prompt", "hello")
         opened.send()
         assert facts(opened).endswith(f"ended by {reason}")
+        page.click("#clear")  # a conversation that has filled the tier has room for nothing else

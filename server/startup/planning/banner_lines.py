@@ -254,7 +254,7 @@ def _steps(config: EngineConfig) -> str:
     return (
         f"up to {config.max_num_seqs} sequences (max_num_seqs) and "
         f"{config.max_num_batched_tokens} tokens (max_num_batched_tokens)"
-        + ("" if target is None else f", {target:g} s if others decode (step_target_seconds)")
+        + ("" if target is None else f", {target:g} s while others decode")
     )
 
 

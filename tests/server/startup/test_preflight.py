@@ -54,7 +54,8 @@ from ropewalk.server.process.preflight import bound_memory
 bound_memory()
 import torch
 from tests.model_runtime.cpu_kernels.test_huge_pages import is_advised
-middle = [torch.zeros(size).data_ptr() + 2 * size for size in (1 << 22, 1 << 10)]
+small, large = torch.zeros(1 << 10), torch.zeros(1 << 22)  # not in the place of a freed large one
+middle = [each.data_ptr() + 2 * len(each) for each in (large, small)]
 print(*map(is_advised, middle))
 """
 
