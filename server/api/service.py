@@ -49,6 +49,7 @@ from ropewalk.server.settings.load import ServeSettings
 
 _FINGERPRINT_DIGITS = 32  # hexadecimal
 # Tokens, where no context is longer. Python's list of so many takes 30 ms of the interpreter.
+_PIECE = 16384  # tokens; looking at them takes less than a millisecond
 _LONGEST_TEXT = 2**20
 
 Result = TypeVar("Result")
@@ -203,10 +204,15 @@ class Service:
             raise RequestError(told, param=param, code="context_length_exceeded")
         return token_ids
 
-    async def text_of(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of tokens, off the event loop."""
-        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._in_thread(len(token_ids), decode)
+    async def text_of(self, token_ids: list[int], param: str, *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens, off the event loop. Raises RequestError for an unknown one."""
+
+        def decoded() -> str:
+            for start in range(0, len(token_ids), _PIECE):
+                self.check_token_id(max(token_ids[start : start + _PIECE]), param)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._in_thread(len(token_ids), decoded)
 
     async def _in_thread(self, size: int, call: Callable[[], Result]) -> Result:
         """Call in a thread; those of long texts are apart, so that short ones find a free one."""

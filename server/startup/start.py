@@ -1,5 +1,6 @@
 """The start of a server: the port answers first, then everything heavy is imported."""
 
+import gc
 import signal
 import socket
 import sys
@@ -83,6 +84,11 @@ class Start:
         service, banner = load_service(settings, *parts)
         policy = access_policy_of(settings, service.key_ring, service.max_len)
         app = create_app(service, policy)
+
+        # Whole collections would look through all objects of torch and transformers, and stop every
+        # stream for 0.1 s. These live to the end.
+        gc.collect()
+        gc.freeze()
 
         def begin() -> None:
             server.serve_model(service, app, policy.spans)

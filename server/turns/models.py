@@ -225,9 +225,8 @@ def model_router(service: Service) -> APIRouter:
         if len(body.tokens) > service.longest_text:
             told = f"`tokens` must have at most {service.longest_text} entries"
             raise RequestError(f"{told}. Given: {len(body.tokens)}", param="tokens")
-        service.check_token_id(max(body.tokens, default=0), "tokens")
         skips = bool(body.skip_special_tokens)
-        text = await service.text_of(body.tokens, skip_special_tokens=skips)
+        text = await service.text_of(body.tokens, "tokens", skip_special_tokens=skips)
         return await _in_json(json_bytes, DetokenizeResponse.model_construct(prompt=text))
 
     @router.get("/tokenizer_info")
