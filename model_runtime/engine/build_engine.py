@@ -182,19 +182,19 @@ def warm_up(
     a draw. The steps write only to `page`, which no sequence may hold. `num_long_tokens`: of the
     shortest prompt that has kernels of its own; 0: none has.
     """
-    num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
-    pages = [page] * (-(-num_tokens // config.page_size) * config.num_groups)
     table_id = runner.table_id(profile)
-    parts, one = ((StatePart(each, None, 0),) for each in (num_tokens, 1))
-    prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens), parts)
+
+    def prompt_of(num: int) -> Span:
+        pages = [page] * (-(-num // config.page_size) * config.num_groups)
+        return Span([0] * num, 0, pages, table_id, range(num - 1, num), (StatePart(num, None, 0),))
+
+    num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
+    prompt, decode = prompt_of(num_tokens), prompt_of(1)
     scored = prompt._replace(logit_rows=range(num_tokens))
-    decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         logits_RV = runner.run(spans)
     if 0 < num_long_tokens <= min(config.max_model_len, config.max_num_batched_tokens):
-        pages = [page] * (-(-num_long_tokens // config.page_size) * config.num_groups)
-        long = (StatePart(num_long_tokens, None, 0),)
-        runner.run([Span([0] * num_long_tokens, 0, pages, table_id, range(1), long)])
+        runner.run([prompt_of(num_long_tokens)])
     drawn = SamplingRow(SamplingParams(top_p=0.9, top_k=20), 0, frozenset())
     sample_rows(logits_RV[:1], [0], [drawn])
     if config.kv_cache_dtype != EXACT:
@@ -206,7 +206,7 @@ def warm_up(
         # A draft beside states needs the model's own forward, which other steps do not run. Its
         # numbers can have other types than those of the layers in one call.
         drafted = StatePart(1, None, 0), StatePart(1, 0, 0, is_draft=True)
-        runner.run([Span([0, 0], 0, pages, table_id, range(2), drafted)])
+        runner.run([Span([0, 0], 0, prompt.pages, table_id, range(2), drafted)])
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

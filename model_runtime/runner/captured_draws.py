@@ -1,6 +1,6 @@
 """Draws from the logits of captured steps, captured like the steps themselves.
 
-A draw is up to 29 launches, and a replay is one. What a row is drawn with is at a fixed address, so
+A draw is up to 29 launches, and a replay is one. The numbers of each row are at a fixed address, so
 any mixture of greedy rows and rows with cut tails replays the same draw. Importing this file
 imports triton.
 

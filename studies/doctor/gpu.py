@@ -22,7 +22,7 @@ _LEAST_DRIVERS = {"12": 525, "13": 580}
 def gpu_findings(device: str, torch: TorchFacts | None) -> Iterator[Finding]:
     """Yield the findings of a machine that may compute on a GPU; none for a CPU.
 
-    `device`: the setting. `torch`: None if it cannot be imported. What is missing is a warning if
+    `device`: the setting. `torch`: None if it cannot be imported. A missing part is a warning if
     the server would choose the CPU.
     """
     is_found = torch is not None and bool(torch.gpus)

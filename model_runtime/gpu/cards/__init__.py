@@ -1,1 +1,1 @@
-"""What follows from the GPU that is there."""
+"""Choices that follow from the GPU that is there."""

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-# Of what a driver says at least, which knows no clock of some memories: those of LPDDR5X have more.
+# The least rate of a card. Drivers know no clock of some memories; LPDDR5X has more than this.
 _LEAST_BYTES_S = 2e11
 _RESERVED_BYTES = 1024  # of shared memory, for each program that runs (CUDA C++ guide, 8.0 and on)
 

@@ -14,10 +14,10 @@ import statistics
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import structlog
 import torch
+import triton
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.prompt_groups import Mask
@@ -29,7 +29,7 @@ Attention = Callable[
 # Query tokens from which on the GPU takes longer than the package's Python for a call.
 LEAST_TOKENS = 1024
 _CAPABILITIES = (9, 10)
-# Of the trial: bfloat16 has 8 bits, and outputs are means of values of about 1.
+# Limits of the trial: bfloat16 has 8 bits, and outputs are means of values of about 1.
 _MOST_DIFFERENCE, _MOST_LSE_DIFFERENCE = 2e-2, 2e-3
 _TIMED_TOKENS, _ROUNDS = 8192, 7
 _MASKS = (Mask(-1, 0), Mask(-1, -1), Mask(200, 0))
@@ -68,9 +68,9 @@ def flash_4(
 @cache
 def _function() -> Callable[..., tuple[Tensor, Tensor]]:
     """Import the package's function, and keep what it compiles beside Triton's kernels."""
-    folder = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", f"{folder}/flash_attn_4")
+    folder = f"{triton.knobs.cache.dir}/flash_attn_4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415  # the extra `hopper`
 
     function: Callable[..., tuple[Tensor, Tensor]] = flash_attn_varlen_func

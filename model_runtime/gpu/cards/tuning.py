@@ -37,7 +37,7 @@ _TUNINGS = (
 
 
 class Sizes(NamedTuple):
-    """What decides a program's shared memory."""
+    """The sizes that decide a program's shared memory."""
 
     group: int  # query heads of a key head
     num_pairs: int  # that are rotated

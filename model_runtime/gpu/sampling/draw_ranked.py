@@ -40,7 +40,7 @@ _TOP_K, _TOP_P, _DRAWN = (tl.constexpr(index) for index in range(3))  # the sear
 _KEPT = tl.constexpr(3 * _SEARCH.value)  # weights that top_k and min_p keep, behind them
 _BEST, _BROKEN = (tl.constexpr(_KEPT.value + at) for at in (2, 3))  # token; whether not finite
 _NUMBERS = _KEPT.value + 4
-# What a row is drawn with: top_k, top_p, min_p, a number in [0, 1), temperature; 0 is greedy.
+# Numbers that draw a row: top_k, top_p, min_p, a number in [0, 1), temperature; 0 is greedy.
 CUTS = 5
 _CUTS = tl.constexpr(CUTS)
 _TEMPERATURE = tl.constexpr(4)
@@ -169,7 +169,7 @@ def _scale(
     logits, cuts, numbers, scaled, told, size, span, num_rows,
     NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale a part of a row. The token of a greedy row is told, and whether a row is finite."""
+    """Scale a part of a row. Store whether the row is finite, and the token of a greedy row."""
     r = tl.program_id(0).to(tl.int64)
     numbers, cuts = numbers + r * NUMBERS, cuts + _CUTS * r
     ranked = tl.load(numbers + _BEST)
