@@ -15,10 +15,6 @@ RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.lock
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY ropewalk/ ropewalk/
-COPY rope/ rope/
-COPY model_runtime/ model_runtime/
-COPY server/ server/
-COPY studies/ studies/
 # The commit that `ropewalk --version` tells; the builder is given no clone.
 ARG SOURCE_COMMIT=
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .

@@ -22,7 +22,7 @@ from benchmarks.own_server import completion_status, free_port
 
 _START_S = 300.0
 _PAUSE_S = 0.005  # between two attempts to connect
-_EMBEDDED = Path(__file__).parents[1] / "model_runtime" / "embedded_model"
+_EMBEDDED = Path(__file__).parents[1] / "ropewalk" / "model_runtime" / "embedded_model"
 _BODY = json.dumps({"prompt": "def ", "max_tokens": 1})
 
 

@@ -134,7 +134,7 @@ def _copy(folder: Path) -> None:
             file.unlink()
     for name in listed:
         ours, copied = ROOT / name, folder / name
-        is_link = ours.is_symlink()  # from ropewalk/ to the folders beside it
+        is_link = ours.is_symlink()  # the packages at the top
         if not ours.exists() or (is_link and copied.is_symlink()):
             continue
         if not is_link and copied.exists() and ours.read_bytes() == copied.read_bytes():

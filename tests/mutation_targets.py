@@ -14,14 +14,18 @@ _API = "tests/server/api"
 class Target:
     """Files whose faults are drawn, and the tests of `make test` for them, nearest first."""
 
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # of files of `ropewalk/`
     tests: tuple[str, ...]
 
     def files(self) -> list[Path]:
         """Return the files. Raises ValueError for a pattern that matches none."""
         found = []
         for pattern in self.patterns:
-            files = [each for each in sorted(ROOT.glob(pattern)) if each.name != "__init__.py"]
+            files = [
+                each
+                for each in sorted((ROOT / "ropewalk").glob(pattern))
+                if each.name != "__init__.py"
+            ]
             if not files:
                 raise ValueError(f"no file matches {pattern!r} of tests/mutation_targets.py")
             found += files

@@ -38,11 +38,25 @@ def modules(path: Path) -> frozenset[str]:
     return frozenset(name.removeprefix("ropewalk.") for name in names)
 
 
+def folder_of(root: Path, package: str) -> Path:
+    """The folder of a package, which is not a link."""
+    for folder in (root / "ropewalk" / package, root / package):
+        if folder.is_dir():
+            return folder.resolve()
+    return root / package
+
+
 def named(root: Path, packages: Iterable[str]) -> dict[str, Path]:
-    """The files of these packages by the names of their modules; links are not followed."""
-    paths = [path for each in packages for path in sorted((root / each).rglob("*.py"))]
-    paths = [path for path in paths if path.resolve() == path]
-    return {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+    """The files of these packages by the names of their modules, without `ropewalk`."""
+    found = {}
+    for package in packages:
+        folder = folder_of(root, package)
+        # Those of `ropewalk` beside the packages in it.
+        paths = folder.glob("*.py") if package == "ropewalk" else folder.rglob("*.py")
+        for path in sorted(paths):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts)] = path
+    return found
 
 
 def imports(names: Mapping[str, Path]) -> Graph:
@@ -123,7 +137,8 @@ def rooms_of(root: Path, package: str) -> tuple[int, int, int, int]:
             if name in room_of and room_of[name] != room_of[each]:
                 arrows[room_of[name], room_of[each]] += 1
                 graph[room_of[name]].add(room_of[each])
-    folders = {path.parent for path in names.values() if path.parent.parent == root / package}
+    folder = folder_of(root, package)
+    folders = {path.parent for path in names.values() if path.parent.parent == folder}
     round_ = circles(graph)
     floors: dict[str, int] = defaultdict(lambda: 1)
     for _ in graph:  # a floor rises by one each time, and circles end with the number of rooms
@@ -143,7 +158,7 @@ def table(root: Path) -> list[str]:
         ("circles of modules", len(circles(imports(plain)))),
     ]
     for package in PACKAGES[1:4]:
-        if (root / package).is_dir():
+        if folder_of(root, package).is_dir():
             folders, floors, num_circles, up = rooms_of(root, package)
             rows += [
                 (f"{package}: rooms of the first level", folders),

@@ -127,12 +127,12 @@ def test_every_folder_has_its_row_in_the_architecture() -> None:
     named = re.findall(r"^\| (`[^|]*`) \|", page("architecture.md"), re.MULTILINE)
     rows = {row for each in named for row in re.findall(r"`([\w/]+)/`", each)}
     there = {
-        str(path.parent.relative_to(ROOT))
+        str(path.parent.relative_to(ROOT / "ropewalk"))
         for package in ("model_runtime", "server")
-        for path in (ROOT / package).glob("*/__init__.py")
+        for path in (ROOT / "ropewalk" / package).glob("*/__init__.py")
     }
     assert there <= rows
-    assert all((ROOT / row).is_dir() for row in rows)
+    assert all((ROOT / "ropewalk" / row).is_dir() or (ROOT / row).is_dir() for row in rows)
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -142,7 +142,8 @@ def test_files_that_pages_name_exist() -> None:
         for path in re.findall(r"`([\w/]+\.py)`", page(name)):
             assert path.rpartition("/")[2] in names, f"{name}: {path}"
             assert "/" not in path or any(
-                (ROOT / root / path).is_file() for root in (".", "model_runtime", "server")
+                (ROOT / root / path).is_file()
+                for root in (".", *("ropewalk/" + each for each in ("", "model_runtime", "server")))
             ), f"{name}: {path}"
 
 

@@ -15,7 +15,7 @@ def test_no_text_installs_a_package_that_is_on_no_index() -> None:
     """`pip install ropewalk` finds nothing, or what a stranger puts there."""
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     texts += [each for each in (ROOT / "docker").rglob("*") if each.is_file()]
-    texts += [each for name in ("server", "model_runtime") for each in (ROOT / name).rglob("*.py")]
+    texts += (ROOT / "ropewalk").rglob("*.py")
     named = re.compile(r"ropewalk\[|install (?:-\S+ )*['\"]?ropewalk\b(?! (?:again|into))")
     found = {
         f"{path.relative_to(ROOT)}: {hit[0]}"
@@ -29,7 +29,7 @@ def test_the_named_requirements_are_those_of_the_extras() -> None:
     """A text that names another version would install one that was not tried."""
     extras = PROJECT["optional-dependencies"]
     assert f"pip install '{extras['plot'][0]}'" == INSTALL_MATPLOTLIB
-    places = (ROOT / "server/startup/named_places.py").read_text()
+    places = (ROOT / "ropewalk/server/startup/named_places.py").read_text()
     assert f"pip install '{extras['ray'][0]}'" in places
     assert f"pip install '{extras['valkey'][0]}'" in NEEDS_CLIENT
     exporter, sdk = extras["otel"]

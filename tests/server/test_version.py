@@ -15,8 +15,8 @@ import pytest
 from ropewalk.server import version as version_module
 
 ROOT = Path(__file__).parents[2]
-_PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-_PACKED += ("ropewalk", "rope", "model_runtime", "server", "studies")
+LINKS = ("rope", "model_runtime", "server")
+_PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "ropewalk", *LINKS)
 _WHAT = ("NAME", "EMAIL")
 # sha256 of the text at https://www.apache.org/licenses/LICENSE-2.0.txt
 _APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
@@ -44,9 +44,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in _PACKED:
         source = ROOT / name
-        if source.is_dir():
+        if source.is_symlink():
+            (folder / name).symlink_to(source.readlink())
+        elif source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
+            shutil.copytree(source, folder / name, ignore=ignored)
         else:
             shutil.copy2(source, folder / name)
     (folder / ".gitignore").write_text("__pycache__/\n/build/\n/dist/\n*.egg-info/\n")
@@ -102,6 +104,7 @@ def test_an_archive_of_the_sources_keeps_the_commit(clone: Path, head: str, tmp_
         archive.extractall(tmp_path, filter="data")
     (sources,) = (each for each in tmp_path.iterdir() if each.is_dir())
     assert told(sources).endswith(f" (commit {head})")
+    assert not (sources / "rope").exists()
     built = tmp_path / "built"
     run(sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", built, cwd=sources)
     assert (built / "ropewalk/server" / "commit.txt").read_text() == f"{head}\n"
@@ -119,6 +122,40 @@ def test_code_without_a_clone_says_that_its_commit_is_unknown(
         shutil.copytree(installed, at)
         (at / "ropewalk/server/commit.txt").unlink()
         assert told(at).endswith(" (commit unknown)")
+
+
+def test_the_packages_are_listed_at_the_top_of_a_clone(clone: Path) -> None:
+    """Each of these names is a link to the folder that is imported."""
+    assert {name: str((clone / name).readlink()) for name in LINKS} == {
+        name: f"ropewalk/{name}" for name in LINKS
+    }
+
+
+@pytest.mark.parametrize("form", ["without links", "files in their place"])
+def test_a_copy_that_lost_its_links_runs(clone: Path, head: str, tmp_path: Path, form: str) -> None:
+    """An archive may leave links out, and git on Windows writes files with the link's target."""
+    copy = tmp_path / "copy"
+    if form == "without links":
+        with zipfile.ZipFile(tmp_path / "sources.zip", "w") as archive:
+            files = run("git", "ls-files", cwd=clone).splitlines()
+            for name in files:
+                if name not in LINKS:
+                    archive.write(clone / name, name)
+        with zipfile.ZipFile(tmp_path / "sources.zip") as archive:
+            archive.extractall(copy)  # noqa: S202  # our own archive
+        head = "unknown"
+    else:
+        run("git", "clone", "--quiet", "-c", "core.symlinks=false", clone, copy, cwd=tmp_path)
+        assert (copy / "rope").read_text() == "ropewalk/rope"
+    assert told(copy).endswith(f" (commit {head})")
+
+
+def test_a_wheel_has_each_file_once(installed: Path) -> None:
+    """No module has a second name at the top."""
+    assert [each.name for each in installed.iterdir() if each.suffix != ".dist-info"] == [
+        "ropewalk"
+    ]
+    assert (installed / "ropewalk/rope/tiers.py").is_file()
 
 
 def test_a_wheel_has_the_licence(installed: Path) -> None:

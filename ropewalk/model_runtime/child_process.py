@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).absolute().parents[2]  # of the package, not of a link's target
+_ROOT = Path(__file__).parents[2]
 # Not by `-m`: an environment variable or a file could put another package of the name first.
 _CODE = (
     "import sys, importlib; sys.path.insert(0, sys.argv.pop(1)); "
