@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         fixed_tier,
         longest,
         native_tier,
+        position_tiers,
     )
     from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
@@ -74,6 +75,7 @@ _HOMES = {
         "fixed_tier",
         "longest",
         "native_tier",
+        "position_tiers",
     ),
     "two_ranges": ("ReRope", "SelfExtend", "Shifted", "Sinks"),
 }
@@ -131,6 +133,7 @@ __all__ = [
     "parse_method",
     "parse_positions",
     "position_angles",
+    "position_tiers",
     "rope_type_of",
     "rotate",
     "score_spread",

@@ -167,7 +167,7 @@ class Serving(RuleBasedStateMachine):
             so_far = max(sequence.num_prompt_tokens, len(sequence.token_ids))
         else:
             return placement.tier.profile
-        tiers = DEPLOYMENT.tiers["yarn"]
+        tiers = DEPLOYMENT.method_tiers
         return next(tier.profile for tier in tiers if tier.ceiling >= so_far)
 
     def _next_token(self, sequence: Sequence) -> None:

@@ -1,21 +1,25 @@
-"""A served model name, with its tiers, its policy and the placement of each request.
+"""Choose the tiers of each request to a served name, or say what would fit.
 
 Several deployments share one set of weights and one cache. All tables of a deployment are fixed
 when it is created, so clients cannot increase the number of tables and cache keys.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ropewalk.model_runtime.deployments.placement_errors import (
-    beyond_native,
-    refused_factor,
-    too_long,
+from ropewalk.model_runtime.errors import ContextLengthError, RequestError
+from ropewalk.rope import (
+    OTHER_POLICY_NAMES,
+    POLICIES,
+    POSITION_METHODS,
+    Policy,
+    PositionMethod,
+    Tier,
+    choose_tier,
+    longest,
 )
-from ropewalk.model_runtime.deployments.position_tiers import asked_position_tiers
-from ropewalk.model_runtime.errors import RequestError
-from ropewalk.rope import OTHER_POLICY_NAMES, POLICIES, Policy, Tier, choose_tier, longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,20 @@ class Placement:
         raise AssertionError("admission lets nothing in that the last tier does not cover")
 
 
-class _Way(NamedTuple):
-    """The ways to serve a request: those that its `rope` object leaves."""
+class Tiers(NamedTuple):
+    """The tiers of one method, of scaling or of positions, that requests may name."""
 
-    asked: RopeRequest
+    ascending: tuple[Tier, ...]
+    exact: tuple[Tier, ...] = ()  # further ones, for requests that name a factor exactly
+    # Whether it is `default` up to L only: the operator does not allow it, but the first tier is
+    # the native table. Short answers report it, and clients send that back.
+    is_native_only: bool = False
+
+
+class _AllowedTiers(NamedTuple):
+    """The tiers that a request's `rope` object leaves."""
+
+    requested: RopeRequest
     policy: Policy
     tiers: tuple[Tier, ...]  # ascending
     at_least: float  # the least factor
@@ -78,34 +92,45 @@ class Deployment:
     name: str
     rope_type: str  # the default method
     policy: Policy
-    tiers: Mapping[str, tuple[Tier, ...]]  # rope_type -> ascending tiers that a request may name
+    # By rope_type and, for requests with `positions`, by position method. No name is both.
+    tiers: Mapping[str, Tiers]
     native_len: int  # L
     original_len: int  # factors are multiples of it: L, or less if scaling is trained in
     max_rope_factor: float
     max_len: int  # positions of the longest request on any tier; advertised as max_model_len
     overridable: bool  # whether requests may choose a policy
     is_cache_limited: bool = False  # whether max_len is what the KV cache holds
-    # Position method -> ascending tiers that a request may name.
-    positions: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
     note: str | None = None  # what an operator should know about it
-    # rope_type -> further tiers, which only a request that names a factor exactly may have.
-    exact: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
+
+    @property
+    def method_tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers of the default method, ascending."""
+        return self.tiers[self.rope_type].ascending
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
         """Return the tiers of a request without `rope`: under `fixed`, only the longest."""
-        tiers = self.tiers[self.rope_type]
-        return tiers[-1:] if self.policy == "fixed" else tiers
+        return self.method_tiers[-1:] if self.policy == "fixed" else self.method_tiers
+
+    @property
+    def position_method(self) -> PositionMethod | None:
+        """Return the default position method; None: every key is at its own position."""
+        return self.method_tiers[-1].profile.positions
+
+    @property
+    def rope_types(self) -> list[str]:
+        """Return the scaling methods that requests may name at any length, sorted."""
+        names = self.tiers.keys() - set(POSITION_METHODS)
+        return sorted(name for name in names if not self.tiers[name].is_native_only)
+
+    @property
+    def position_methods(self) -> list[str]:
+        """Return the position methods that requests may name, sorted."""
+        return sorted(self.tiers.keys() & set(POSITION_METHODS))
 
     @property
     def serves_default_within_native(self) -> bool:
-        """Return whether requests may name `default`, but within L only.
-
-        A deployment whose first tier is the native table reports `default` in short answers. A
-        client may send that back, even if `allowed_rope_types` lacks it.
-        """
-        first = self.tiers[self.rope_type][0]
-        return "default" not in self.tiers and first.profile.scaling.rope_type == "default"
+        return "default" in self.tiers and self.tiers["default"].is_native_only
 
     def within_cache(
         self, num_positions: int, *, num_step_tokens: int = 0, room: int | None = None
@@ -127,62 +152,59 @@ class Deployment:
     @property
     def num_kept(self) -> int | None:
         """Return the most positions that an own request holds once it releases pages; None: all."""
-        *others, last = self.tiers[self.rope_type]
-        method = last.profile.positions
+        method = self.position_method
         if method is None or method.kept is None:
             return None
         num_first, num_last = method.kept
-        return num_first + max([num_last, *(tier.ceiling for tier in others)])
+        return num_first + max([num_last, *(tier.ceiling for tier in self.method_tiers[:-1])])
 
-    def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
+    def place(self, requested: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
         """Return the tier a request starts on, and the tiers it may grow to.
 
         Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
         does not fit.
         """
-        return self._place(self._asked(asked), num_prompt_tokens, max_tokens, is_open=False)
+        allowed = self._allowed(requested)
+        return self._place(allowed, num_prompt_tokens, max_tokens, is_open=False)
 
     def place_open(
-        self, asked: RopeRequest, num_prompt_tokens: int, most: int | None = None
+        self, requested: RopeRequest, num_prompt_tokens: int, most: int | None = None
     ) -> tuple[int, Placement]:
         """Return max_tokens and the placement of a request that leaves max_tokens out.
 
         Its answer may run to the longest context, or have `most` tokens. Raises what `place` does;
         errors name no max_tokens.
         """
-        way = self._asked(asked)
+        allowed = self._allowed(requested)
         # The last token is never read back, so it needs no position.
-        max_tokens = max(1, self._end(way) - num_prompt_tokens + 1)
+        max_tokens = max(1, self._end(allowed) - num_prompt_tokens + 1)
         if most is not None:
             max_tokens = min(max_tokens, most)
-        return max_tokens, self._place(way, num_prompt_tokens, max_tokens, is_open=True)
+        return max_tokens, self._place(allowed, num_prompt_tokens, max_tokens, is_open=True)
 
-    def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:
+    def longest_prompt(self, requested: RopeRequest, max_tokens: int | None) -> int:
         """Return the tokens of the longest prompt that leaves room for an answer.
 
         `max_tokens`: of the answer; None: an eighth of L. Raises RequestError as `place` does.
         """
         wanted = self.native_len // 8 if max_tokens is None else max_tokens
-        return self._end(self._asked(asked)) - max(0, wanted - 1)
+        return self._end(self._allowed(requested)) - max(0, wanted - 1)
 
-    def _end(self, way: _Way) -> int:
-        """Return the positions of the longest request of a way."""
-        return min(longest(way.tiers), self.max_len)
+    def _end(self, allowed: _AllowedTiers) -> int:
+        """Return the positions of the longest request."""
+        return min(longest(allowed.tiers), self.max_len)
 
     def _place(
-        self, way: _Way, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
+        self, allowed: _AllowedTiers, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
     ) -> Placement:
-        asked, policy, tiers, at_least = way
+        requested, policy, tiers, at_least = allowed
+        factor = requested.factor
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
-        if num_covered > self.max_len:
-            raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
         tier = choose_tier(tiers, num_prompt_tokens, num_covered, at_least)
-        if tier is None:
-            if self.is_native_only(asked):
-                raise beyond_native(self, num_covered)
-            raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
-        if asked.factor is not None and not self._may_have(asked.factor, tier, policy):
-            raise refused_factor(self, asked, asked.factor, self._tiers(asked))
+        if num_covered > self.max_len or tier is None:
+            raise self._too_long(allowed, num_prompt_tokens, max_tokens, is_open=is_open)
+        if factor is not None and not self._may_have(factor, tier, policy):
+            raise self._refused_factor(requested, factor, tiers)
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
         lower = tuple(
             each
@@ -190,74 +212,94 @@ class Deployment:
             if policy == "by_position" and each.ceiling < tier.ceiling and each.factor >= at_least
         )
         return Placement(
-            self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact, lower
+            self.name, tier, higher, policy, factor, self.original_len, requested.is_exact, lower
         )
 
-    def _asked(self, asked: RopeRequest) -> _Way:
+    def _allowed(self, requested: RopeRequest) -> _AllowedTiers:
         """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
-        if asked.original_len not in (None, self.original_len):
+        if requested.original_len not in (None, self.original_len):
             raise RequestError(
                 "`rope.original_max_position_embeddings` is only reported, and must be "
-                f"{self.original_len}. Given: {asked.original_len}",
+                f"{self.original_len}. Given: {requested.original_len}",
                 param="rope.original_max_position_embeddings",
             )
-        policy, tiers = self._policy(asked), self._tiers(asked)
-        if asked.is_exact:
-            tiers = (self._exact_tier(asked, tiers),)
-        at_least = self._factor(asked, tiers)
-        if policy == "fixed":
-            tiers = self._one_tier(tiers, at_least, asked)
-        return _Way(asked, policy, tiers, at_least)
+        policy, of_method = self._policy(requested), self._tiers(requested)
+        tiers, factor = of_method.ascending, requested.factor
+        if requested.is_exact:
+            tiers = (self._exact_tier(requested, of_method),)
+        if factor is not None and not 1.0 <= factor <= tiers[-1].factor:
+            raise self._refused_factor(requested, factor, tiers)
+        # Above the operator's limit it chooses nothing, and `_place` compares it with the tier.
+        at_least = factor if factor is not None and factor <= self.max_rope_factor else None
+        if policy == "fixed" and at_least is None:
+            tiers = tiers[-1:]
+        elif policy == "fixed":
+            tiers = tuple(tier for tier in tiers if tier.factor >= (at_least or 1.0))[:1]
+        return _AllowedTiers(requested, policy, tiers, at_least or 1.0)
 
-    def _policy(self, asked: RopeRequest) -> Policy:
-        if asked.policy is None:
+    def _policy(self, requested: RopeRequest) -> Policy:
+        if requested.policy is None:
             return self.policy
         accepted = POLICIES if self.overridable else (self.policy,)
-        name = OTHER_POLICY_NAMES.get(asked.policy, asked.policy)
+        name = OTHER_POLICY_NAMES.get(requested.policy, requested.policy)
         for policy in accepted:
             if name == policy:
                 return policy
         raise RequestError(
-            f"`rope.policy` must be {_one_of(accepted)}. Given: {asked.policy}",
+            f"`rope.policy` must be {_one_of(accepted)}. Given: {requested.policy}",
             param="rope.policy",
         )
 
-    def type_of(self, asked: RopeRequest) -> str:
-        return asked.rope_type or self.rope_type
-
-    def _tiers(self, asked: RopeRequest) -> tuple[Tier, ...]:
-        if asked.positions is not None:
-            own = self.tiers[self.rope_type][-1].profile.positions
-            if asked.rope_type not in (None, "default") and own is None:
-                raise RequestError(
-                    "`rope.positions` go with `rope_type` default, the trained table. Given: "
-                    f"{asked.rope_type}",
-                    param="rope.positions",
-                )
-            return asked_position_tiers(asked.positions, self.positions)
-        rope_type = self.type_of(asked)
-        tiers = self.tiers.get(rope_type)
-        if self.is_native_only(asked):
-            return self.tiers[self.rope_type][:1]
-        if tiers is None:
+    def _tiers(self, requested: RopeRequest) -> Tiers:
+        """Return the tiers of the method that a request names. Raises RequestError."""
+        if requested.positions is not None:
+            return self._position_tiers(requested.positions, requested.rope_type)
+        rope_type = requested.rope_type or self.rope_type
+        if rope_type not in self.tiers or rope_type in POSITION_METHODS:
             raise RequestError(
-                f"`rope.rope_type` must be {_one_of(sorted(self.tiers))}. Given: {rope_type}",
+                f"`rope.rope_type` must be {_one_of(self.rope_types)}. Given: {rope_type}",
                 param="rope.rope_type",
             )
-        return tiers
+        return self.tiers[rope_type]
 
-    def is_native_only(self, asked: RopeRequest) -> bool:
-        """Return whether a request names `default` where it is served within L only."""
-        is_default = asked.rope_type == "default" and asked.positions is None
-        return is_default and self.serves_default_within_native
+    def _position_tiers(self, positions: Mapping[str, Any], rope_type: str | None) -> Tiers:
+        """Return the tiers of the method that `positions` name. Raises RequestError.
 
-    def _exact_tier(self, asked: RopeRequest, tiers: Sequence[Tier]) -> Tier:
+        The other fields are those that answers report. They must be the method's own, so that
+        clients cannot increase the number of tables.
+        """
+        if rope_type not in (None, "default") and self.position_method is None:
+            raise RequestError(
+                "`rope.positions` go with `rope_type` default, the trained table. Given: "
+                f"{rope_type}",
+                param="rope.positions",
+            )
+        name, possible = str(positions.get("method")), self.position_methods
+        if name not in possible:
+            accepted = f"one of {', '.join(possible)} (allowed_positions)"
+            if not possible:
+                accepted = "absent, unless the operator allows methods with allowed_positions"
+            raise RequestError(
+                f"`rope.positions.method` must be {accepted}. Given: {name}",
+                param="rope.positions.method",
+            )
+        method = self.tiers[name].ascending[-1].profile.positions
+        own = {"method": name} if method is None else method.described()
+        for field, value in positions.items():
+            if field not in own or own[field] != value:
+                known = f"must be {own[field]}" if field in own else "is not a field of this method"
+                raise RequestError(
+                    f"`rope.positions.{field}` {known}, as the server has it. Given: {value}",
+                    param=f"rope.positions.{field}",
+                )
+        return self.tiers[name]
+
+    def _exact_tier(self, requested: RopeRequest, tiers: Tiers) -> Tier:
         """Return the tier of exactly the factor of a request. Raises RequestError."""
-        factor = asked.factor or 1.0
+        factor = requested.factor or 1.0
         if factor > self.max_rope_factor:
-            raise refused_factor(self, asked, factor, tiers)
-        further = self.exact.get(self.type_of(asked), ()) if asked.positions is None else ()
-        found = {tier.factor: tier for tier in (*further, *tiers)}
+            raise self._refused_factor(requested, factor, tiers.ascending)
+        found = {tier.factor: tier for tier in (*tiers.exact, *tiers.ascending)}
         if factor not in found:
             factors = sorted(each for each in found if each <= self.max_rope_factor)
             raise RequestError(
@@ -266,15 +308,6 @@ class Deployment:
                 param="rope.factor",
             )
         return found[factor]
-
-    def _factor(self, asked: RopeRequest, tiers: Sequence[Tier]) -> float:
-        """Return the least factor that a request may choose. Raises RequestError."""
-        if asked.factor is None:
-            return 1.0
-        if not 1.0 <= asked.factor <= tiers[-1].factor:
-            raise refused_factor(self, asked, asked.factor, tiers)
-        # Above the operator's limit it chooses nothing, and `place` compares it with the tier.
-        return asked.factor if asked.factor <= self.max_rope_factor else 1.0
 
     def _may_have(self, factor: float, tier: Tier, policy: Policy) -> bool:
         """Return whether a request with a factor may have its tier.
@@ -286,12 +319,105 @@ class Deployment:
             return True
         return factor == tier.factor if policy == "fixed" else factor <= tier.factor
 
-    def _one_tier(
-        self, tiers: tuple[Tier, ...], at_least: float, asked: RopeRequest
-    ) -> tuple[Tier, ...]:
-        if asked.factor is None or asked.factor > self.max_rope_factor:
-            return tiers[-1:]
-        return tuple(tier for tier in tiers if tier.factor >= at_least)[:1]
+    def _refused_factor(
+        self, requested: RopeRequest, factor: float, tiers: Sequence[Tier]
+    ) -> RequestError:
+        """Build the error of a factor that the request may not have."""
+        highest = min(self.max_rope_factor, tiers[-1].factor)
+        accepted = f"between 1 and {highest:g}"
+        if tiers[-1].factor == 1:
+            accepted = f"1 under `rope_type` {requested.rope_type or self.rope_type}"
+        elif highest == 1:
+            accepted = "1 (max_rope_factor)"
+        return RequestError(
+            f"`rope.factor` must be {accepted}. Given: {factor:g}", param="rope.factor"
+        )
+
+    def _too_long(
+        self, allowed: _AllowedTiers, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
+    ) -> RequestError:
+        """Build the error with the numbers, the limit that was hit, and what would fit."""
+        requested, tiers, own = allowed.requested, allowed.tiers, self.method_tiers
+        num_covered = num_prompt_tokens + max(0, max_tokens - 1)
+        if self._tiers(requested).is_native_only:
+            if num_covered <= self.max_len:
+                return self._beyond_native(num_covered)
+            tiers = own  # the request is too long for these, too
+        limit = min(longest(tiers), self.max_len)
+        fits = float(math.ceil(num_covered / self.original_len))
+        if num_covered <= longest(own):
+            fits = min(fits, own[-1].factor)  # the longest tier may end at a fraction of L
+        given = f"{num_prompt_tokens} prompt tokens"
+        if not is_open:
+            total = num_prompt_tokens + max_tokens
+            given = (
+                f"{total} tokens ({num_prompt_tokens} in the prompt and max_tokens {max_tokens}), "
+                f"of which all but the last take a position, {num_covered} in all"
+            )
+        message = (
+            f"This model's maximum context length is {limit} tokens ({self._limit(tiers)}). "
+            f"However, your request has {given}. {self._remedy(num_covered, fits)}"
+        )
+        is_prompt_too_long = num_prompt_tokens > limit
+        if not is_prompt_too_long:
+            message += f" max_tokens may be at most {limit - num_prompt_tokens + 1}."
+        details = {
+            "n_prompt_tokens": num_prompt_tokens,
+            "max_tokens": None if is_open else max_tokens,
+            "n_ctx": limit,
+            "rope": {
+                "rope_type": requested.rope_type or self.rope_type,
+                "factor": own[-1].factor if requested.factor is None else tiers[-1].factor,
+                "factor_that_fits": fits,
+            },
+        }
+        return ContextLengthError(
+            message,
+            param="prompt" if is_prompt_too_long else "max_tokens",
+            code="context_length_exceeded",
+            details=details,
+        )
+
+    def _beyond_native(self, num_covered: int) -> RequestError:
+        """Build the error of a request that names `default` and is longer than L."""
+        return RequestError(
+            "`rope.rope_type` default is served within the native length "
+            f"({self.method_tiers[0].ceiling} tokens) only, because the operator does not allow it "
+            f"beyond (allowed_rope_types). Your request is {num_covered} positions. Beyond, the "
+            f"field must be one of {', '.join(self.rope_types)}.",
+            param="rope.rope_type",
+        )
+
+    def _limit(self, tiers: Sequence[Tier]) -> str:
+        """Return the limit on a request that may have some tiers, in words."""
+        factor, method = self.method_tiers[-1].factor, tiers[-1].profile.positions
+        if longest(tiers) < self.max_len:
+            if method is not None:
+                return f"the reach of {method.method}"
+            return f"the requested factor {tiers[-1].factor:g}"
+        if self.is_cache_limited:
+            return "what the KV cache holds"
+        if self.max_len < longest(self.method_tiers) or method is not None:
+            return "max_model_len"
+        return "the trained length" if factor == 1 else f"the longest tier, of factor {factor:g}"
+
+    def _remedy(self, num_covered: int, fits: float) -> str:
+        """Return the sentence about the change with which a request would fit."""
+        if self.position_method is not None:
+            return "A larger max_model_len would fit it, as far as the position method reaches."
+        factor = f"A rope factor of {fits:g} ({round(fits * self.original_len)} tokens) would fit"
+        if num_covered <= self.max_len:
+            allowed = fits <= self.max_rope_factor
+            return (
+                f"{factor}, if it were {'asked for' if allowed else 'allowed (max_rope_factor)'}."
+            )
+        own_len = longest(self.method_tiers)
+        size = " with a larger KV cache" if self.is_cache_limited else ""
+        if not size and self.max_len < own_len:
+            size = " with a larger max_model_len"
+        if num_covered <= own_len:
+            return f"It would fit, if the server were configured{size}."
+        return f"{factor}, if the server were configured for it{size and ' and'}{size}."
 
 
 def _one_of(names: Sequence[str]) -> str:

@@ -2,18 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ropewalk.model_runtime.deployments.allowed_tiers import tiers_by_positions, tiers_by_type
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.deployments.position_tiers import (
-    allowed_position_tiers,
-    exact_tiers,
-    own_position_tiers,
-)
 from ropewalk.rope import (
-    ROPE_TYPES,
     SWITCHING,
-    LongRope,
     Method,
     NativeRope,
     Policy,
@@ -24,6 +18,8 @@ from ropewalk.rope import (
     longest,
     native_tier,
     parse_method,
+    parse_positions,
+    position_tiers,
     rope_type_of,
 )
 
@@ -56,9 +52,18 @@ class DeploymentOptions:
 
 
 _DEFAULTS = DeploymentOptions()
-# The method, the policy and, by rope_type, the tiers that options and checkpoint result in. A tier
-# with positions has their method in its profile.
-_Choice = tuple[Method, Policy, dict[str, tuple[Tier, ...]]]
+_REACH = 16  # times L, of a position method without a limit if the settings name no longest context
+
+
+class _Own(NamedTuple):
+    """The method, the policy and the tiers of a request that names none.
+
+    A tier with positions has their method in its profile.
+    """
+
+    method: Method
+    policy: Policy
+    tiers: tuple[Tier, ...]  # ascending
 
 
 def make_deployment(
@@ -74,27 +79,30 @@ def make_deployment(
         note = _note(native, options)
         native = native.without_scaling()
     block = _rope_scaling(native, options)
-    method, policy, tiers = _choose(native, block, options)
+    method, policy, own = _own(native, block, options)
     rope_type = method.scaling.rope_type
-    own = tiers[rope_type]
-    native_len = native.native_len if method is native.method else method.native_len
     max_len = _max_len(options.max_model_len, own, trained=rope_type if block is None else None)
-    positions = allowed_position_tiers(
-        options.allowed_positions, own, native, max_len, options.page_size
+    by_type = tiers_by_type(
+        own,
+        method,
+        native,
+        block,
+        allowed=options.allowed_rope_types,
+        exact_factors=options.exact_rope_factors,
     )
-    _check_allowed_types(name, rope_type, options.allowed_rope_types)
+    by_positions = tiers_by_positions(
+        own, native, max_len, options.page_size, allowed=options.allowed_positions
+    )
     return Deployment(
         name,
         rope_type,
         policy,
-        tiers,
-        native_len,
+        by_type | by_positions,
+        native.native_len if method is native.method else method.native_len,
         method.native_len,
-        _max_factor(name, options.max_rope_factor, own),
+        _max_factor(options.max_rope_factor, own),
         max_len,
         overridable=not native.carries_scaling,
-        positions=positions,
-        exact=exact_tiers(options.exact_rope_factors, block, native, tiers),
         note=note,
     )
 
@@ -130,31 +138,19 @@ def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str
     return {**block, "factor": None} if options.rope_tiers else block  # `rope_tiers` sets it
 
 
-def _choose(
-    native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions
-) -> _Choice:
+def _own(native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions) -> _Own:
     """Return the choice for a block; None: the checkpoint's own scaling is served."""
     if block is None:
-        return _choose_natively(native, options)
-    longest_len = options.max_model_len
-    if options.rope_scaling is None and native.chunked is not None:
+        return _own_natively(native, options)
+    longest_len, is_trained = options.max_model_len, options.rope_scaling is None
+    if is_trained and native.chunked is not None:
         longest_len = longest_len or native.chunked.longest
-    placed = own_position_tiers(block, native, longest_len, options.page_size)
-    plain = {field: value for field, value in block.items() if field != "positions"}
-    if placed is None:
-        return _choose_by_block(native, plain, options)
-    return _choose_by_positions(native, plain, placed, options)
-
-
-def _choose_by_positions(
-    native: NativeRope,
-    block: Mapping[str, Any],
-    placed: tuple[Tier, ...],
-    options: DeploymentOptions,
-) -> _Choice:
-    """Return the choice of tiers with positions, which go with the checkpoint's own table."""
+    tiers = _position_tiers(block, native, longest_len, options.page_size)
+    block = {field: value for field, value in block.items() if field != "positions"}
+    if tiers is None:
+        return _own_by_block(native, block, options)
     if options.rope_tiers is not None:
-        positions = placed[-1].profile.positions
+        positions = tiers[-1].profile.positions
         assert positions is not None
         raise RopeConfigError("rope_tiers", f"has no meaning beside positions ({positions.method})")
     method = native.method
@@ -165,15 +161,64 @@ def _choose_by_positions(
                 "original_max_position_embeddings",
                 f"must be {native.native_len} beside positions; got {method.native_len}",
             )
-    is_trained = options.rope_scaling is None  # with dual chunk attention
     policy = options.rope_policy or (_SWITCHING_POLICY if is_trained else DEFAULT_POLICY)
-    return method, policy, {method.scaling.rope_type: placed}
+    return _Own(method, policy, tiers)
 
 
-def _choose_by_block(
-    native: NativeRope, block: Mapping[str, Any], options: DeploymentOptions
-) -> _Choice:
-    """Return the choice of tiers without positions, by a block."""
+def _position_tiers(
+    block: Mapping[str, Any], native: NativeRope, max_model_len: int | None, page_size: int
+) -> tuple[Tier, ...] | None:
+    """Return the tiers of a block whose `positions` name a method; None if they name none."""
+    positions, trained = block.get("positions"), native.native_len
+    ceiling = max_model_len or _REACH * trained
+    if positions is None:
+        return None
+    choice = parse_positions(positions, trained, ceiling, page_size)
+    if choice is None:
+        return None
+    _check_table(block, native)
+    reach = choice.method.reach(trained)
+    if reach is not None and reach < ceiling:
+        if max_model_len is not None:
+            raise RopeConfigError(
+                "max_model_len",
+                f"must be <= what {choice.method.method} reaches ({reach} tokens), got {ceiling}",
+            )
+        ceiling = reach
+    if choice.when == "pinned" and ceiling <= trained:
+        raise RopeConfigError(
+            "positions.when",
+            f"is pinned, which begins beyond the trained length ({trained}), but the "
+            f"longest context is {ceiling} tokens; always begins at the first token",
+        )
+    logn = block.get("use_logn_attn")
+    uses_logn = choice.uses_logn if logn is None else bool(logn)
+    return position_tiers(choice, native, ceiling, uses_logn=uses_logn)
+
+
+def _check_table(block: Mapping[str, Any], native: NativeRope) -> None:
+    """Raise if a block with positions names another table than the checkpoint's own."""
+    rope_type = rope_type_of(block)
+    if not native.carries_scaling:
+        if rope_type != "default":
+            raise RopeConfigError(
+                "positions", f"goes with rope_type default, the trained table; got {rope_type}"
+            )
+        return
+    own = native.method.scaling.rope_type
+    if block.get("rope_type") is not None or block.get("type") is not None:
+        raise RopeConfigError(
+            "positions",
+            f"goes with the checkpoint's own table ({own}): leave rope_type out; got {rope_type}",
+        )
+    if own in SWITCHING:
+        raise RopeConfigError(
+            "positions", f"is not served with {own} yet, whose table depends on the length"
+        )
+
+
+def _own_by_block(native: NativeRope, block: Mapping[str, Any], options: DeploymentOptions) -> _Own:
+    """Return the choice for a block without positions."""
     multiples = options.rope_tiers
     _check_override(block, native)
     method = _method(block, native, multiples)
@@ -187,34 +232,26 @@ def _choose_by_block(
     if policy == "fixed" and multiples is not None:
         raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
     if native.carries_scaling:
-        _refuse_allowed_types(options.allowed_rope_types)
-        return method, policy, {method.scaling.rope_type: (fixed_tier(method),)}
+        return _Own(method, policy, (fixed_tier(method),))
     _refuse_two_lengths(method, multiples)
-    own = build_tiers(method, native, multiples)
-    return method, policy, _allowed_tiers(method, native, own, options.allowed_rope_types)
+    return _Own(method, policy, build_tiers(method, native, multiples))
 
 
-def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
+def _own_natively(native: NativeRope, options: DeploymentOptions) -> _Own:
     """Return the choice for a checkpoint that is served under its own scaling."""
-    _refuse_allowed_types(options.allowed_rope_types)
     method = native.method
     rope_type = method.scaling.rope_type
-    policy = options.rope_policy or ("fixed" if rope_type not in SWITCHING else _SWITCHING_POLICY)
     if rope_type in SWITCHING:
         tiers = build_tiers(method, native, options.rope_tiers)
-    else:
-        if options.rope_tiers is not None:
-            raise RopeConfigError(
-                "rope_tiers",
-                f"needs a rope_policy such as {DEFAULT_POLICY}: the checkpoint was trained with "
-                f"{rope_type}, and is served under its one table",
-            )
-        tiers = (native_tier(native, native.native_len),)
-    return (
-        method,
-        policy,
-        {"default": (native_tier(native, longest(tiers)),), rope_type: tiers},
-    )
+        return _Own(method, options.rope_policy or _SWITCHING_POLICY, tiers)
+    if options.rope_tiers is not None:
+        raise RopeConfigError(
+            "rope_tiers",
+            f"needs a rope_policy such as {DEFAULT_POLICY}: the checkpoint was trained with "
+            f"{rope_type}, and is served under its one table",
+        )
+    tiers = (native_tier(native, native.native_len),)
+    return _Own(method, options.rope_policy or "fixed", tiers)
 
 
 def _method(
@@ -262,60 +299,7 @@ def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
         )
 
 
-def _refuse_allowed_types(allowed_rope_types: Sequence[str] | None) -> None:
-    if allowed_rope_types is not None:
-        raise RopeConfigError(
-            "allowed_rope_types", "has no meaning for a checkpoint that carries scaling, remove it"
-        )
-
-
-def _allowed_tiers(
-    method: Method,
-    native: NativeRope,
-    own: tuple[Tier, ...],
-    allowed_rope_types: Sequence[str] | None,
-) -> dict[str, tuple[Tier, ...]]:
-    """Return the tiers of all allowed methods: same ceilings, each method's defaults."""
-    own_type = method.scaling.rope_type
-    has_lists = isinstance(method.scaling, LongRope)
-    possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
-    if allowed_rope_types is None:
-        allowed_rope_types = possible
-    tiers = {own_type: own}
-    for name in allowed_rope_types:
-        if name not in possible:
-            raise RopeConfigError(
-                "allowed_rope_types", f"accepts {', '.join(possible)} here; got {name!r}"
-            )
-        if name == own_type:
-            continue
-        if name == "default":
-            tiers[name] = (native_tier(native, longest(own)),)
-            continue
-        # `dynamic` has its own factor beside the tier's; 1 is the plain form of the paper.
-        block = {
-            "rope_type": name,
-            "factor": 1.0 if name == "dynamic" else own[-1].factor,
-            "original_max_position_embeddings": method.native_len,
-        }
-        other = parse_method(block, native.rotary, native.native_len)
-        tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
-    return tiers
-
-
-def _check_allowed_types(
-    name: str, rope_type: str, allowed_rope_types: Sequence[str] | None
-) -> None:
-    """Raise if the list lacks the deployment's own method, which every request gets."""
-    if allowed_rope_types is not None and rope_type not in allowed_rope_types:
-        given = ", ".join(allowed_rope_types) or "nothing"
-        raise RopeConfigError(
-            "allowed_rope_types",
-            f"must contain {rope_type}, the method of the deployment {name}; got {given}",
-        )
-
-
-def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
+def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
     highest = tiers[-1].factor
     if max_rope_factor is None:
         return highest
@@ -324,8 +308,7 @@ def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier])
     if max_rope_factor > highest:
         raise RopeConfigError(
             "max_rope_factor",
-            f"must be <= {highest:g}, the factor of the longest tier of the deployment {name}; got "
-            f"{max_rope_factor:g}",
+            f"must be <= {highest:g}, the factor of the longest tier; got {max_rope_factor:g}",
         )
     return max_rope_factor
 

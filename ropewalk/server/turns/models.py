@@ -187,8 +187,8 @@ def model_router(service: Service) -> APIRouter:
                     )
                     for tier in deployment.own_tiers
                 ],
-                allowed_rope_types=sorted(deployment.tiers),
-                allowed_positions=sorted(deployment.positions) or None,
+                allowed_rope_types=deployment.rope_types,
+                allowed_positions=deployment.position_methods or None,
                 max_rope_factor=deployment.max_rope_factor,
                 aliases=service.aliases_of(deployment.name) or None,
                 kv_cache_dtype=service.settings.kv_cache_dtype,

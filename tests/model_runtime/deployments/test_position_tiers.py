@@ -204,12 +204,12 @@ def test_a_request_names_an_allowed_method_with_the_servers_parameters() -> None
 def test_a_deployment_without_allowed_positions_accepts_its_own_and_native() -> None:
     """Native ends at L, as it does for every deployment."""
     made = deployment({"method": "sinks"})
-    assert sorted(made.positions) == ["native", "sinks"]
+    assert made.position_methods == ["native", "sinks"]
     asked = RopeRequest(positions={"method": "native"})
     assert made.place(asked, 200, 10).tier.profile.positions is None
     with pytest.raises(ContextLengthError):
         made.place(asked, 300, 10)
-    assert deployment().positions == {}
+    assert deployment().position_methods == []
     with pytest.raises(
         RequestError, match="must be absent, unless the operator allows methods with allowed_pos"
     ):
@@ -264,8 +264,8 @@ def test_defaults_contradict_each_other_at_no_length(
 def test_a_listed_method_follows_the_longest_context() -> None:
     """The group of 16 L was taken, which does not divide the window."""
     made = _with_defaults("listed beside yarn", "self_extend", 128, 16, 512)
-    assert made.positions["self_extend"][-1].profile.positions == SelfExtend(32, 16)
-    assert made.positions["self_extend"][-1].ceiling == 512
+    assert made.tiers["self_extend"].ascending[-1].profile.positions == SelfExtend(32, 16)
+    assert made.tiers["self_extend"].ascending[-1].ceiling == 512
 
 
 def test_a_longest_context_below_the_trained_length_serves_open_requests() -> None:

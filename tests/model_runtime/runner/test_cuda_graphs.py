@@ -208,7 +208,9 @@ def test_profiles_within_the_room_are_not_recorded_again(checkpoint: Checkpoint)
     record = Again()
     deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4})
     tiers = profiles_of(deployment)
-    every = dict.fromkeys(tier.profile for own in deployment.tiers.values() for tier in own)
+    every = dict.fromkeys(
+        tier.profile for own in deployment.tiers.values() for tier in own.ascending
+    )
     runners = runner_of(checkpoint, None, tiers), runner_of(checkpoint, record, tiers, TABLES)
     num_recorded = record.num_recorded
     talk = Conversations(runners, [each for each in every if each not in tiers][:4])

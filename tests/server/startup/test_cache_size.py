@@ -147,7 +147,7 @@ def test_a_plan_has_room_for_every_profile_of_a_request(
     deployment = make_deployment(
         "some", embedded.native, DeploymentOptions(allowed_rope_types=allowed)
     )
-    profiles = {tier.profile for tiers in deployment.tiers.values() for tier in tiers}
+    profiles = {tier.profile for tiers in deployment.tiers.values() for tier in tiers.ascending}
     assert plan.config.num_rope_tables == num_profiles([deployment]) == len(profiles)
     own = set(profiles_of(plan.deployments))
     assert own <= profiles

@@ -192,18 +192,16 @@ def test_config_check_tells_of_chats_what_the_template_shows(
     [
         (
             {"allowed_rope_types": "linear"},
-            "^allowed_rope_types: must contain yarn, the method of the deployment ropewalk-demo; "
-            "got linear$",
+            "^allowed_rope_types: must contain yarn, the method of the deployment; got linear$",
         ),
         (
             {"max_rope_factor": "16"},
-            "^max_rope_factor: must be <= 8, the factor of the longest tier of the deployment "
-            "ropewalk-demo; got 16$",
+            "^max_rope_factor: must be <= 8, the factor of the longest tier; got 16$",
         ),
         (
             {"deployments": '[{"name": "a"}, {"name": "b", "max_rope_factor": 9}]'},
-            "^deployments: b: max_rope_factor: must be <= 8, the factor of the longest tier of the "
-            "deployment b; got 9$",
+            "^deployments: b: max_rope_factor: must be <= 8, the factor of the longest tier; "
+            "got 9$",
         ),
     ],
 )

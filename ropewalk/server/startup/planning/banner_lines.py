@@ -34,7 +34,7 @@ def describe(plan: ServingPlan) -> list[str]:
             limited = " (what the KV cache holds)"
         elif deployment.max_len < deployment.own_tiers[-1].ceiling:
             limited = " (max_model_len)"
-        method = deployment.own_tiers[-1].profile.positions
+        method = deployment.position_method
         lines += [
             f"  deployment       {deployment.name}",
             f"    native length  {deployment.native_len} tokens",
@@ -152,9 +152,9 @@ def _format_lines(plan: ServingPlan) -> list[str]:
 
 def _may_ask(deployment: Deployment) -> str:
     """Describe what the `rope` object of a request may name."""
-    methods = ", ".join(sorted(deployment.tiers))
-    if deployment.positions:
-        methods += f" and positions {', '.join(sorted(deployment.positions))}"
+    methods = ", ".join(deployment.rope_types)
+    if deployment.position_methods:
+        methods += f" and positions {', '.join(deployment.position_methods)}"
     if deployment.serves_default_within_native:
         methods += f", default (up to {deployment.native_len} tokens)"
     policies = "any policy" if deployment.overridable else f"policy {deployment.policy} only"

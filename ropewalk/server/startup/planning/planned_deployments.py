@@ -1,15 +1,13 @@
 """The deployments that settings list, and the lengths that a cache leaves them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
-from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
-from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
+from ropewalk.rope import NativeRope, Profile, RopeConfigError
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.planning.held_windows import windows_beside
@@ -105,7 +103,7 @@ def _step_tokens(config: EngineConfig) -> int:
 
 def _needed(deployment: Deployment, config: EngineConfig) -> str:
     """Return a clause with the cache that any length needs; empty if requests keep all pages."""
-    kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
+    kept, method = deployment.num_kept, deployment.position_method
     if kept is None or method is None:
         return ""
     return (
@@ -121,7 +119,10 @@ def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
         {
             tier.profile: None
             for each in deployments
-            for tiers in (each.own_tiers, *each.positions.values())
+            for tiers in (
+                each.own_tiers,
+                *(each.tiers[name].ascending for name in each.position_methods),
+            )
             for tier in tiers
         }
     )
@@ -129,13 +130,8 @@ def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
 
 def num_profiles(deployments: Iterable[Deployment]) -> int:
     """Return the number of profiles that requests may have, with the methods they may name."""
-    return len({tier.profile for each in deployments for tier in _all_tiers(each)})
-
-
-def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
-    further = (*deployment.positions.values(), *deployment.exact.values())
-    for tiers in (*deployment.tiers.values(), *further):
-        yield from tiers
+    of_methods = (tiers for each in deployments for tiers in each.tiers.values())
+    return len({tier.profile for own in of_methods for tier in (*own.ascending, *own.exact)})
 
 
 def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
@@ -152,15 +148,11 @@ def _deployment(
     if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
         given["rope_scaling"] = _EMBEDDED_SCALING
     options = DeploymentOptions(**given, page_size=settings.page_size)
-    build = partial(make_deployment, name, native)
     try:
-        return build(options)
-    except RopeConfigError as first:
-        lines = []
-        for error in wrong_fields(options, build):
-            inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
-            lines.append(f"{_prefix(settings, name)}{inside}{error}")
-        raise SettingsError("\n".join(lines)) from first
+        return make_deployment(name, native, options)
+    except RopeConfigError as error:
+        inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+        raise SettingsError(f"{_prefix(settings, name)}{inside}{error}") from error
 
 
 def _prefix(settings: ServeSettings, name: str) -> str:

@@ -1,0 +1,191 @@
+"""Build the tiers that requests may name, by the settings that allow them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ropewalk.model_runtime.deployments.deployment import Tiers
+from ropewalk.rope import (
+    POSITION_METHODS,
+    ROPE_TYPES,
+    LongRope,
+    Method,
+    NativeRope,
+    RopeConfigError,
+    Tier,
+    build_tiers,
+    fixed_tier,
+    longest,
+    native_tier,
+    parse_method,
+    parse_positions,
+    position_tiers,
+    rope_type_of,
+)
+
+# Their tables follow from a factor alone.
+_BY_FACTOR = ("linear", "ntk", "yarn", "llama3")
+
+
+def tiers_by_type(
+    own: tuple[Tier, ...],
+    method: Method,
+    native: NativeRope,
+    block: Mapping[str, Any] | None,
+    *,
+    allowed: Sequence[str] | None,
+    exact_factors: Sequence[float] | None,
+) -> dict[str, Tiers]:
+    """Return the tiers of every scaling method that a request may name. Raises RopeConfigError.
+
+    `own`: the deployment's, of `method`; `block`: that it was read from, None: the checkpoint's.
+    """
+    own_type, of_types = method.scaling.rope_type, {method.scaling.rope_type: own}
+    has_positions = own[-1].profile.positions is not None
+    if allowed is not None and native.carries_scaling and not has_positions:
+        raise RopeConfigError(
+            "allowed_rope_types", "has no meaning for a checkpoint that carries scaling, remove it"
+        )
+    if allowed is not None and own_type not in allowed:
+        raise RopeConfigError(
+            "allowed_rope_types",
+            f"must contain {own_type}, the method of the deployment; got "
+            f"{', '.join(allowed) or 'nothing'}",
+        )
+    if block is None:
+        of_types["default"] = (native_tier(native, longest(own)),)
+    elif not native.carries_scaling and not has_positions:
+        of_types |= _other_types(own, method, native, allowed)
+    exact = {}
+    if exact_factors:
+        exact = _exact_tiers(exact_factors, block, native, of_types, own[-1].factor)
+    found = {name: Tiers(tiers, exact.get(name, ())) for name, tiers in of_types.items()}
+    if own[0].profile.scaling.rope_type == "default":
+        found.setdefault("default", Tiers(own[:1], is_native_only=True))
+    return found
+
+
+def _other_types(
+    own: tuple[Tier, ...], method: Method, native: NativeRope, allowed: Sequence[str] | None
+) -> dict[str, tuple[Tier, ...]]:
+    """Return the tiers of all other methods: same ceilings, each method's defaults."""
+    has_lists = isinstance(method.scaling, LongRope)
+    possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
+    tiers = {}
+    for name in possible if allowed is None else allowed:
+        if name not in possible:
+            raise RopeConfigError(
+                "allowed_rope_types", f"accepts {', '.join(possible)} here; got {name!r}"
+            )
+        if name == method.scaling.rope_type:
+            continue
+        if name == "default":
+            tiers[name] = (native_tier(native, longest(own)),)
+            continue
+        # `dynamic` has its own factor beside the tier's; 1 is the plain form of the paper.
+        block = {
+            "rope_type": name,
+            "factor": 1.0 if name == "dynamic" else own[-1].factor,
+            "original_max_position_embeddings": method.native_len,
+        }
+        other = parse_method(block, native.rotary, native.native_len)
+        tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
+    return tiers
+
+
+def _exact_tiers(
+    factors: Sequence[float],
+    block: Mapping[str, Any] | None,
+    native: NativeRope,
+    names: Iterable[str],
+    highest: float,
+) -> dict[str, tuple[Tier, ...]]:
+    """Return the tiers of the factors for each method whose table follows from a factor.
+
+    `block`: the deployment's own, whose other fields stay; `highest`: the largest factor.
+    """
+    if native.carries_scaling or block is None or "positions" in block:
+        raise RopeConfigError(
+            "exact_rope_factors", "goes with a method that stretches by a factor, remove it"
+        )
+    for factor in factors:
+        if not 1 <= factor <= highest:
+            raise RopeConfigError(
+                "exact_rope_factors",
+                f"must be from 1 to {highest:g}, the factor of the longest tier; got {factor:g}",
+            )
+    length = block.get("original_max_position_embeddings")
+    found = {}
+    for name in _BY_FACTOR:
+        if name not in names:
+            continue
+        of_method: Mapping[str, Any] = {
+            "rope_type": name,
+            "original_max_position_embeddings": length,
+        }
+        if name == rope_type_of(block):
+            of_method = block
+        found[name] = tuple(
+            fixed_tier(
+                parse_method({**of_method, "factor": factor}, native.rotary, native.native_len)
+            )
+            for factor in factors
+        )
+    return found
+
+
+def tiers_by_positions(
+    own: tuple[Tier, ...],
+    native: NativeRope,
+    longest_len: int,
+    page_size: int,
+    *,
+    allowed: Sequence[str] | None,
+) -> dict[str, Tiers]:
+    """Return the tiers of every position method that a request may name, under its defaults.
+
+    `own`: the deployment's tiers; `longest_len`: the tokens of its longest request. Raises
+    RopeConfigError.
+    """
+    method = own[-1].profile.positions
+    native_tiers = (native_tier(native, native.native_len),)
+    found = {} if method is None else {method.method: own, "native": native_tiers}
+    if allowed is None:
+        return {name: Tiers(tiers) for name, tiers in found.items()}
+    if method is not None and method.method not in allowed:
+        raise RopeConfigError(
+            "allowed_positions",
+            f"must contain {method.method}, the method of the deployment; got {', '.join(allowed)}",
+        )
+    for name in allowed:
+        if name not in POSITION_METHODS:
+            raise RopeConfigError(
+                "allowed_positions", f"accepts {', '.join(POSITION_METHODS)}; got {name!r}"
+            )
+        if native.carries_scaling and name not in found:
+            raise RopeConfigError(
+                "allowed_positions",
+                "has no meaning for a checkpoint that carries scaling, remove it",
+            )
+        if name == "native":
+            found[name] = native_tiers
+        elif name not in found:
+            found[name] = _default_tiers(name, native, longest_len, page_size)
+    return {name: Tiers(found[name]) for name in allowed}
+
+
+def _default_tiers(
+    name: str, native: NativeRope, longest_len: int, page_size: int
+) -> tuple[Tier, ...]:
+    """Return the tiers of a position method under its defaults. Raises RopeConfigError."""
+    trained = native.native_len
+    choice = parse_positions({"method": name}, trained, longest_len, page_size)
+    assert choice is not None
+    reach = choice.method.reach(trained)
+    ceiling = longest_len if reach is None else min(longest_len, reach)
+    if choice.when == "pinned" and ceiling <= trained:
+        raise RopeConfigError(
+            "allowed_positions",
+            f"names {name}, which begins beyond the trained length ({trained}), but the "
+            f"longest context is {ceiling} tokens",
+        )
+    return position_tiers(choice, native, ceiling, uses_logn=choice.uses_logn)
