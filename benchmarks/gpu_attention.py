@@ -42,7 +42,7 @@ from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.prefill import prefill
-from ropewalk.rope import offset_angles, page_start_angles, position_angles
+from ropewalk.rope.angles import offset_angles, page_start_angles, position_angles
 from ropewalk.studies.harness.jsonl_file import LineFile
 
 PARTS = ("decode", "prefill", "tuning", "positions")

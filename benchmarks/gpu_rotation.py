@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.rotate import padded
-from ropewalk.rope import Angles
+from ropewalk.rope.angles import Angles
 
 
 @jit

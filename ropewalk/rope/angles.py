@@ -1,10 +1,11 @@
-"""Cosines and sines of position x frequency, with errors near 2e-6 at any position.
+"""Angles of positions, with errors near 2e-6 at any position, and rotation of vectors by them.
 
 The product of a large position and a frequency in float32 loses the angle. The cosine's error is
 1e-3 at 32 k and 3e-2 at 1 M. Here a position is a page's start plus an offset inside it. The
 start's angle is computed in float64, the offset's is small, and the addition formula combines them.
 
-Shapes: P = rotated pairs, N = pages, O = offsets in a page, T = positions.
+Shapes: P = rotated pairs, N = pages, O = offsets in a page, T = positions, D = head dimensions;
+`...` = any leading dimensions.
 """
 
 from dataclasses import dataclass
@@ -50,11 +51,6 @@ def position_angles(starts: Angles, offsets: Angles, positions_T: Tensor) -> Ang
     return Angles(starts.cos[pages_T], starts.sin[pages_T]).plus(
         Angles(offsets.cos[offsets_T], offsets.sin[offsets_T])
     )
-
-
-# Rotation of vectors, and the order of their dimensions.
-#
-# Shapes: D = head dimensions, P = rotated pairs; `...` = any leading dimensions.
 
 
 def half_split_from_interleaved(x_D: Tensor, rotary_dim: int) -> Tensor:

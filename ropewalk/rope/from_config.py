@@ -5,11 +5,11 @@ A block is the config's `rope_scaling` (v4) or `rope_parameters` (v5), for examp
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ropewalk.rope.errors import ROPE_TYPES, RopeConfigError
+from ropewalk.rope.errors import RopeConfigError
 from ropewalk.rope.frequencies import Rotary, Scaling, Unscaled
 from ropewalk.rope.methods import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 
@@ -24,37 +24,18 @@ _REFUSED = {
 # Callers that know the head's width compare partial_rotary_factor.
 _GENERAL_FIELDS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"),
-    *("mrope_section", "mrope_interleaved"),
+    *("mrope_section", "mrope_interleaved", "original_max_position_embeddings"),
 }
-_SCALING_FIELDS: dict[str, set[str]] = {
-    "default": {"original_max_position_embeddings"},
-    "linear": {"factor", "original_max_position_embeddings"},
-    "ntk": {"factor", "original_max_position_embeddings"},
-    "dynamic": {"factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-    "llama3": {
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    },
-    "longrope": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_factor",
-        "long_factor",
-    },
+_SCALINGS: dict[str, type[Any]] = {
+    "default": Unscaled,
+    "linear": Linear,
+    "ntk": NTK,
+    "dynamic": DynamicNTK,
+    "yarn": Yarn,
+    "llama3": Llama3,
+    "longrope": LongRope,
 }
+ROPE_TYPES = tuple(_SCALINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +69,22 @@ def parse_method(
     if rope_type == "default":
         return Method(Unscaled(), length, 1.0, use_logn_attn)
     factor = _factor(block, length, served_len)
-    scaling = _BUILDERS[rope_type](block, rotary, length, factor)
+    scaling: Scaling
+    match rope_type:
+        case "linear":
+            scaling = Linear(factor=factor)
+        case "ntk":
+            scaling = NTK(factor=factor)
+        case "dynamic":
+            scaling = DynamicNTK(
+                factor=factor, original_max_position_embeddings=length, num_tokens=length
+            )
+        case "yarn":
+            scaling = _yarn(block, length, factor)
+        case "llama3":
+            scaling = _llama3(block, length, factor)
+        case _:
+            scaling = _longrope(block, rotary, length, factor)
     return Method(scaling, length, factor, use_logn_attn)
 
 
@@ -110,7 +106,9 @@ def rope_type_of(block: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown_fields(block: Mapping[str, Any], rope_type: str) -> None:
-    accepted = _GENERAL_FIELDS | _SCALING_FIELDS[rope_type]
+    # A tier sets num_tokens.
+    own = {each.name for each in fields(_SCALINGS[rope_type])} - {"num_tokens"}
+    accepted = _GENERAL_FIELDS | own
     for field, value in block.items():
         if field in accepted or value is None:
             continue
@@ -158,19 +156,7 @@ def _factor(block: Mapping[str, Any], length: int, served_len: int | None) -> fl
     return factor
 
 
-def _linear(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Linear:  # noqa: ARG001
-    return Linear(factor=factor)
-
-
-def _ntk(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> NTK:  # noqa: ARG001
-    return NTK(factor=factor)
-
-
-def _dynamic(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> DynamicNTK:  # noqa: ARG001
-    return DynamicNTK(factor=factor, original_max_position_embeddings=length, num_tokens=length)
-
-
-def _yarn(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Yarn:  # noqa: ARG001
+def _yarn(block: Mapping[str, Any], length: int, factor: float) -> Yarn:
     beta_fast = _positive(block, "beta_fast", 32.0)
     beta_slow = _positive(block, "beta_slow", 1.0)
     if beta_fast < beta_slow:
@@ -189,7 +175,7 @@ def _yarn(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) 
     )
 
 
-def _llama3(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Llama3:  # noqa: ARG001
+def _llama3(block: Mapping[str, Any], length: int, factor: float) -> Llama3:
     low = _positive(block, "low_freq_factor", 1.0)
     high = _positive(block, "high_freq_factor", 4.0)
     if high <= low:
@@ -213,16 +199,6 @@ def _longrope(block: Mapping[str, Any], rotary: Rotary, length: int, factor: flo
         attention_factor=_attention_factor(block),
         num_tokens=length,
     )
-
-
-_BUILDERS: dict[str, Callable[[Mapping[str, Any], Rotary, int, float], Scaling]] = {
-    "linear": _linear,
-    "ntk": _ntk,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-}
 
 
 def _number(block: Mapping[str, Any], field: str) -> float | None:

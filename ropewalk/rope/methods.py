@@ -1,4 +1,4 @@
-"""The scaling methods: linear, NTK, YaRN, Llama 3.1 and LongRoPE, each a frozen dataclass."""
+"""The scaling methods: YaRN, linear, Llama 3.1, LongRoPE and NTK, each a frozen dataclass."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,6 +8,8 @@ from ropewalk.rope.frequencies import Frequencies, Rotary, Unscaled, factor_at
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SWITCHING = ("longrope", "dynamic")  # their checkpoints change the table by length themselves
 
 
 def _temperature(factor: float, mscale: float = 1.0) -> float:
@@ -92,15 +94,13 @@ class Linear:
         return replace(self, factor=factor_at(self.factor, ceiling, native_len))
 
 
-# Llama 3.1's scaling: a smooth step between two wavelengths.
-#
-# It equals the YaRN paper's NTK-by-parts with alpha = low_freq_factor and beta = high_freq_factor,
-# without the temperature. Others have measured this, and the tests measure it, too.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3:
-    """Scaling that keeps short wavelengths, divides long ones by factor, and blends in between."""
+    """Scaling that keeps short wavelengths, divides long ones by factor, and blends in between.
+
+    It equals the YaRN paper's NTK-by-parts with alpha = low_freq_factor and beta =
+    high_freq_factor, without the temperature. The tests measure this.
+    """
 
     rope_type: ClassVar[str] = "llama3"
     factor: float
@@ -169,12 +169,6 @@ class LongRope:
         return math.sqrt(1 + ratio)
 
 
-# NTK-aware scaling: a larger base, so fast pairs keep their speed and slow ones stretch.
-#
-# The static form is bloc97's, as in the YaRN paper (arXiv 2309.00071), equation 16. The dynamic
-# form is the one in transformers, with a base that follows the sequence length.
-
-
 def _with_base(rotary: Rotary, rope_theta: float) -> Frequencies:
     return Unscaled().frequencies(replace(rotary, rope_theta=rope_theta))
 
@@ -191,7 +185,11 @@ def _base_exponent(rotary: Rotary) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NTK:
-    """Base times factor ** (d / (d - 2)). vLLM's `ntk` is another formula (not included here)."""
+    """NTK-aware scaling: a larger base, so fast pairs keep their speed and slow ones stretch.
+
+    The base is multiplied by factor ** (d / (d - 2)), as in the YaRN paper (arXiv 2309.00071),
+    equation 16. vLLM's `ntk` is another formula, which is not here.
+    """
 
     rope_type: ClassVar[str] = "ntk"
     factor: float  # how many times slower the slowest pair rotates

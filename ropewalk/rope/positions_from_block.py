@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from ropewalk.rope.errors import POSITION_METHODS, RopeConfigError
-from ropewalk.rope.positions import DualChunk, PositionMethod
-from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope.errors import RopeConfigError
+from ropewalk.rope.position_methods import DualChunk, ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope.positions import PositionMethod
 
 When = Literal["pinned", "always"]
 _FIELDS = {
@@ -21,6 +21,7 @@ _FIELDS = {
     "string": {"shift", "window", "attention_factor"},
     "sinks": {"sinks", "window"},
 }
+POSITION_METHODS = ("native", *_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ tokens so far and its policy alone, never on max_tokens or on other requests.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ropewalk.rope.errors import RopeConfigError
 from ropewalk.rope.frequencies import Scaling
@@ -14,6 +15,12 @@ from ropewalk.rope.from_config import Method
 from ropewalk.rope.native import NativeRope
 from ropewalk.rope.positions import PositionMethod
 from ropewalk.rope.positions_from_block import PositionChoice
+
+# The tokens that are there choose a request's tier, or under `fixed` the operator does.
+Policy = Literal["by_position", "grow", "grow-exact", "fixed"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+# Release 0.1 chose the tier of `pinned` by max_tokens. Without that, it is `grow`.
+OTHER_POLICY_NAMES: Mapping[str, Policy] = {"pinned": "grow"}
 
 
 @dataclass(frozen=True, slots=True)

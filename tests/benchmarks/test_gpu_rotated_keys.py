@@ -15,7 +15,8 @@ from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits, cuda_recorder
-from ropewalk.rope import Angles, Profile, Yarn, native_rope, rotate
+from ropewalk.rope import Profile, Yarn, native_rope
+from ropewalk.rope.angles import Angles, rotate
 
 pytestmark = pytest.mark.costly(by="file")
 

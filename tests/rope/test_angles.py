@@ -3,15 +3,8 @@
 import pytest
 import torch
 
-from ropewalk.rope import (
-    Angles,
-    Rotary,
-    Unscaled,
-    offset_angles,
-    page_start_angles,
-    position_angles,
-    rotate,
-)
+from ropewalk.rope import Rotary, Unscaled
+from ropewalk.rope.angles import Angles, offset_angles, page_start_angles, position_angles, rotate
 
 
 @pytest.mark.sampled

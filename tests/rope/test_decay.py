@@ -7,17 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk.rope import (
-    Frequencies,
-    Linear,
-    Moments,
-    Rotary,
-    Unscaled,
-    Yarn,
-    decay_bound,
-    expected_score,
-    score_spread,
-)
+from ropewalk.rope import Frequencies, Linear, Rotary, Unscaled, Yarn
+from ropewalk.rope.decay import Moments, decay_bound, expected_score, score_spread
 
 ROTARY = Rotary(16, 10_000.0)
 TABLES = [

@@ -5,20 +5,8 @@ import math
 import pytest
 import torch
 
-from ropewalk.rope import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRope,
-    Rotary,
-    Scaling,
-    Unscaled,
-    Yarn,
-    logn_scale,
-    rotate,
-)
-from ropewalk.rope.angles import Angles
+from ropewalk.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Rotary, Scaling, Unscaled, Yarn
+from ropewalk.rope.angles import Angles, logn_scale, rotate
 
 
 @pytest.mark.parametrize("rotary_dim", [32, 64, 96, 128])

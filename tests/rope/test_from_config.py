@@ -14,8 +14,8 @@ from ropewalk.rope import (
     Unscaled,
     Yarn,
     native_rope,
-    parse_method,
 )
+from ropewalk.rope.from_config import parse_method
 
 ROTARY = Rotary(16, 10_000.0)
 CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_heads": 4}

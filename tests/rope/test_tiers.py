@@ -15,12 +15,11 @@ from ropewalk.rope import (
     Tier,
     Unscaled,
     Yarn,
-    build_tiers,
     choose_tier,
-    default_multiples,
     native_rope,
-    parse_method,
 )
+from ropewalk.rope.from_config import parse_method
+from ropewalk.rope.tiers import build_tiers, default_multiples
 
 NATIVE = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 

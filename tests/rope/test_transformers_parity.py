@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ropewalk.rope import Rotary, native_rope, parse_method
+from ropewalk.rope import Rotary, native_rope
+from ropewalk.rope.from_config import parse_method
 
 WIDTHS = [
     (32, 1.0),

@@ -20,7 +20,7 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.rope import half_split_from_interleaved
+from ropewalk.rope.angles import half_split_from_interleaved
 
 IMPLEMENTATION = "ropewalk"  # the name of this attention in transformers
 STEP = "ropewalk_step"  # the keyword that carries the step through a model's forward

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import RotationArrays
-from ropewalk.rope import (
+from ropewalk.rope import Frequencies, NativeRope, PositionMethod, Profile
+from ropewalk.rope.angles import (
     Angles,
-    Frequencies,
-    NativeRope,
-    PositionMethod,
-    Profile,
     logn_scale,
     offset_angles,
     page_start_angles,

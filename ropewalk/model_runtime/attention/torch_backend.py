@@ -16,7 +16,8 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, Place
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.step_ranges import StepRanges, step_ranges
-from ropewalk.rope import KeyMap, rotate
+from ropewalk.rope import KeyMap
+from ropewalk.rope.angles import rotate
 
 
 class TorchAttention:

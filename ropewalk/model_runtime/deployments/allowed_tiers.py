@@ -8,19 +8,15 @@ from ropewalk.rope import (
     POSITION_METHODS,
     ROPE_TYPES,
     LongRope,
-    Method,
     NativeRope,
     RopeConfigError,
     Tier,
-    build_tiers,
-    fixed_tier,
     longest,
-    native_tier,
-    parse_method,
-    parse_positions,
-    position_tiers,
     rope_type_of,
 )
+from ropewalk.rope.from_config import Method, parse_method
+from ropewalk.rope.positions_from_block import parse_positions
+from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier, position_tiers
 
 # Their tables follow from a factor alone.
 _BY_FACTOR = ("linear", "ntk", "yarn", "llama3")

@@ -8,20 +8,16 @@ from ropewalk.model_runtime.deployments.allowed_tiers import tiers_by_positions,
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.rope import (
     SWITCHING,
-    Method,
     NativeRope,
     Policy,
     RopeConfigError,
     Tier,
-    build_tiers,
-    fixed_tier,
     longest,
-    native_tier,
-    parse_method,
-    parse_positions,
-    position_tiers,
     rope_type_of,
 )
+from ropewalk.rope.from_config import Method, parse_method
+from ropewalk.rope.positions_from_block import parse_positions
+from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier, position_tiers
 
 # For a checkpoint without scaling: no change up to L, and scaling above it.
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}

@@ -20,17 +20,20 @@ from numpy.typing import NDArray
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.rope import (
     NTK,
+    DualChunk,
     DynamicNTK,
     Linear,
     Llama3,
     LongRope,
     Profile,
+    ReRope,
     Scaling,
+    SelfExtend,
+    Shifted,
+    Sinks,
     Unscaled,
     Yarn,
 )
-from ropewalk.rope.positions import DualChunk
-from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
 _HEAD = struct.Struct("<BI")  # kind, bytes that follow
 _KNOWN = -1  # in place of a number of pages: those of the same row in the step before

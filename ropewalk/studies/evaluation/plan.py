@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.rope import OTHER_POLICY_NAMES, NativeRope, parse_positions
+from ropewalk.rope import OTHER_POLICY_NAMES, NativeRope
+from ropewalk.rope.positions_from_block import parse_positions
 from ropewalk.server.corpus.needles import FORMS, SENTENCE, Form
 from ropewalk.server.settings.sections import DeploymentEntry
 from ropewalk.studies.harness.eval_run import EvalError

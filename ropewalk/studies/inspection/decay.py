@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.rope import (
-    Frequencies,
-    NativeRope,
-    PositionMethod,
-    Tier,
-    Unscaled,
-    decay_bound,
-    longest,
-)
+from ropewalk.rope import Frequencies, NativeRope, PositionMethod, Tier, Unscaled, longest
+from ropewalk.rope.decay import decay_bound
 from ropewalk.studies.harness.frame import aligned, number
 
 

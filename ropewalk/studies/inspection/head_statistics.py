@@ -24,7 +24,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.backends import backend_for, new_store, state_store
 from ropewalk.model_runtime.state_shape import StatePart
-from ropewalk.rope import Moments, build_tiers
+from ropewalk.rope.decay import Moments
+from ropewalk.rope.tiers import build_tiers
 from ropewalk.studies.inspection.layer_statistics import LayerStatistics
 
 _PAGE_SIZE = 16

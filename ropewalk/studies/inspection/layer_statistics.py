@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ropewalk.rope import Moments
+from ropewalk.rope.decay import Moments
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.attention.paged_attention import LayerPlan

@@ -28,7 +28,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
 from ropewalk.model_runtime.layers.last_layer import WritingStep
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from ropewalk.rope import Angles, rotate
+from ropewalk.rope.angles import Angles, rotate
 
 
 class StaleKeyRunner(ModelRunner):

@@ -9,15 +9,8 @@ import torch
 
 from ropewalk.model_runtime.attention import rope_tables
 from ropewalk.model_runtime.attention.rope_tables import TILE, LayerTables, RopeTables
-from ropewalk.rope import (
-    Linear,
-    Profile,
-    Unscaled,
-    Yarn,
-    native_rope,
-    offset_angles,
-    page_start_angles,
-)
+from ropewalk.rope import Linear, Profile, Unscaled, Yarn, native_rope
+from ropewalk.rope.angles import offset_angles, page_start_angles
 
 CPU = torch.device("cpu")
 NATIVE = native_rope({"max_position_embeddings": 64, "head_dim": 16})

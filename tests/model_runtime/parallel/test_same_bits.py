@@ -17,8 +17,7 @@ from ropewalk.model_runtime.parallel.ranks import Ranks
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
-from ropewalk.rope import Linear, Profile, Unscaled
-from ropewalk.rope.two_ranges import ReRope
+from ropewalk.rope import Linear, Profile, ReRope, Unscaled
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Preemptions, answer, deployment_of, request
 from tests.model_runtime.parallel.divided_models import DIVIDED, divided, whole

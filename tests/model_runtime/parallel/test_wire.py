@@ -20,9 +20,21 @@ from ropewalk.model_runtime.parallel.wire import (
     profile_values,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
-from ropewalk.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Unscaled, Yarn
-from ropewalk.rope.positions import DualChunk
-from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope import (
+    NTK,
+    DualChunk,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Profile,
+    ReRope,
+    SelfExtend,
+    Shifted,
+    Sinks,
+    Unscaled,
+    Yarn,
+)
 
 numbers = st.integers(0, 2**31 - 1)
 spans = st.builds(

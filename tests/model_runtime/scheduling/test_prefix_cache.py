@@ -13,8 +13,7 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.scheduling.prefix_cache import extend_keys
-from ropewalk.rope import POLICIES, Linear, Profile, Tier, Unscaled
-from ropewalk.rope.two_ranges import SelfExtend
+from ropewalk.rope import POLICIES, Linear, Profile, SelfExtend, Tier, Unscaled
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 

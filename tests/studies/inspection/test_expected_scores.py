@@ -7,7 +7,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.rope import Frequencies, Yarn, expected_score, score_spread
+from ropewalk.rope import Frequencies, Yarn
+from ropewalk.rope.decay import expected_score, score_spread
 from ropewalk.server.corpus.held_out import library_documents
 from ropewalk.studies.inspection.head_statistics import LayerStatistics, head_statistics
 

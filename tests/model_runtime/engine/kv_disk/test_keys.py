@@ -21,8 +21,7 @@ from ropewalk.model_runtime.loading.files import file_versions as file_versions_
 from ropewalk.model_runtime.loading.files.file_versions import file_versions, version_of
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.scheduling.prefix_cache import canonical, next_key, root_key
-from ropewalk.rope import LongRope, Profile, Unscaled, Yarn
-from ropewalk.rope.two_ranges import ReRope
+from ropewalk.rope import LongRope, Profile, ReRope, Unscaled, Yarn
 
 
 def noted(source: Path) -> WeightFiles:
