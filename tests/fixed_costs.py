@@ -6,7 +6,7 @@
 import pytest
 
 from ropewalk.model_runtime.engine import speculator
-from ropewalk.model_runtime.scheduling.drafts.draft_lengths import StepCost
+from ropewalk.model_runtime.scheduling.step_cost import StepCost
 
 MODULE = "tests.fixed_costs"
 STEP_S = 10e-3

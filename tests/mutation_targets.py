@@ -37,7 +37,14 @@ TARGETS = {
     "scheduler": Target(
         tuple(
             f"model_runtime/scheduling/{name}.py"
-            for name in ("scheduler", "prefill", "sequence", "step_*", "read_plan", "held_state")
+            for name in (
+                "scheduler",
+                "prefill",
+                "prefill_budget",
+                "sequence",
+                "step_*",
+                "read_plan",
+            )
         ),
         (
             *(

@@ -25,7 +25,7 @@ from ropewalk.model_runtime.engine.runner import Runner, StepMemoryError
 from ropewalk.model_runtime.engine.speculator import RightDrafts, Speculator
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.model_runtime.runner.step_timer import StepTimer
-from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
+from ropewalk.model_runtime.scheduling.prefill_budget import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import StepPlan
 

@@ -14,11 +14,12 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.runner import Runner, memory_errors_told
 from ropewalk.model_runtime.runner.step_timer import Part, StepTimer
-from ropewalk.model_runtime.scheduling.drafts.draft_lengths import Offer, StepCost, take
+from ropewalk.model_runtime.scheduling.drafts.draft_lengths import Offer, take
 from ropewalk.model_runtime.scheduling.drafts.drafter import NO_DRAFT, Draft, Drafter
 from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
+from ropewalk.model_runtime.scheduling.step_cost import StepCost
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 from ropewalk.model_runtime.state_shape import StatePart
 

@@ -1,11 +1,11 @@
 """The state of a request while it is served, used by the scheduler and the engine."""
 
+from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ropewalk.model_runtime.deployments.deployment import Placement
 from ropewalk.model_runtime.request import Request
-from ropewalk.model_runtime.scheduling.held_state import HeldState
 from ropewalk.model_runtime.scheduling.prefix_cache import (
     Key,
     extend_keys,
@@ -15,17 +15,14 @@ from ropewalk.model_runtime.scheduling.prefix_cache import (
 )
 from ropewalk.rope import Tier
 
-# Pages of sequences that read their first and their last tokens only (the method `sinks`), and of
-# layers that read a window.
-#
-# The other pages are released while the sequence runs, and leave holes in its page table. No query
-# ever reads them again.
-
-HOLE = -1  # in place of a page that was released
+HOLE = -1  # in place of a released page, which no later query of the sequence reads
 
 
 class Kept(NamedTuple):
-    """The tokens that a sequence reads."""
+    """The tokens that a sequence reads: its first and its last ones (`sinks`).
+
+    The pages between them are released while it runs, and leave holes in its page table.
+    """
 
     num_first: int  # s, from the first token on
     num_last: int  # r, the newest included
@@ -49,6 +46,36 @@ def most_pages(placement: Placement, page_size: int, max_chunk: int) -> int | No
     # A growing request may be computed natively up to the end of an earlier tier.
     held = max([num_last, *(tier.ceiling for tier in tiers[:-1])])
     return -(-num_first // page_size) + -(-(held + max_chunk) // page_size) + 2
+
+
+@dataclass(slots=True)
+class HeldState:
+    """The slots of states that a running sequence has, and the snapshots that it will take."""
+
+    own: int  # the slot that only this sequence reads and writes
+    read: int | None  # the slot with the state after its first `num_tokens`; None: zeros
+    planned: list[int]  # positions of snapshots in its known tokens, ascending
+    num_tokens: int  # those computed; fewer after a draft, whose right tokens come later
+    pending: list[tuple[int, int]] = field(default_factory=list)  # position, slot; of a step
+    next: int | None = None  # the slot with the state after the step that runs
+    next_tokens: int = 0  # its tokens
+    draft_row: int = 0  # place of the step's flat row where the draft begins
+    draft_begin: int = 0  # the position of that token
+    newest: tuple[int, Key] | None = None  # the last snapshot in the answer, and its key
+    last_planned: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last_planned = self.planned[-1] if self.planned else 0
+
+    def plan(self, position: int) -> None:
+        """Note a position of a snapshot, between its computed tokens and the last planned one."""
+        if position not in self.planned:
+            insort(self.planned, position)
+
+    def slots(self) -> list[int]:
+        """Return the slots that are released with the sequence."""
+        pending = [slot for _, slot in self.pending]
+        return [self.own, *pending, *({self.read} - {self.own, None, *pending})]  # type: ignore[list-item]
 
 
 @dataclass(slots=True, eq=False)

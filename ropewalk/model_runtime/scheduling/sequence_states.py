@@ -11,15 +11,12 @@ another prompt, which is cached or waits. An answer has one, at its newest page 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from ropewalk.model_runtime.scheduling.held_state import HeldState
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
+from ropewalk.model_runtime.scheduling.sequence import HeldState
+from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
 from ropewalk.model_runtime.state_shape import StatePart
-
-if TYPE_CHECKING:
-    from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
 
 _SPARSE = 4096  # tokens of a prompt between two snapshots
 
@@ -44,7 +41,7 @@ class SequenceStates:
             return 0
         return num_pages
 
-    def start(self, sequence: "TokenSequence", keys: Sequence[Key]) -> None:
+    def start(self, sequence: TokenSequence, keys: Sequence[Key]) -> None:
         """Give a sequence its slot, and the snapshot that `num_reusable` found, if there is one.
 
         `keys`: those of the cached pages that it matches; the caller has checked `num_available`.
@@ -59,7 +56,7 @@ class SequenceStates:
         sequence.state = HeldState(own, read, planned, num_tokens)
 
     def parts(
-        self, sequence: "TokenSequence", num_tokens: int, num_drafted: int = 0
+        self, sequence: TokenSequence, num_tokens: int, num_drafted: int = 0
     ) -> tuple[StatePart, ...]:
         """Return the parts of the next tokens, which a step is about to compute.
 
@@ -102,14 +99,14 @@ class SequenceStates:
             self.pool.release([self._draft_slot])
             self._draft_slot = None
 
-    def verify_draft(self, sequence: "TokenSequence", row: int) -> None:
+    def verify_draft(self, sequence: TokenSequence, row: int) -> None:
         """Note the place of a sequence's draft in the flat row of the step that has run."""
         held = sequence.state
         assert held is not None, "a sequence without a slot"
         held.draft_row, held.draft_begin = row, held.next_tokens
 
     def right_parts(
-        self, sequence: "TokenSequence", num_tokens: int
+        self, sequence: TokenSequence, num_tokens: int
     ) -> tuple[int, tuple[StatePart, ...]]:
         """Return the place in the step's flat row of right draft tokens, and their parts.
 
@@ -121,7 +118,7 @@ class SequenceStates:
         row = held.draft_row + held.num_tokens - held.draft_begin
         return row, self.parts(sequence, num_tokens - held.num_tokens)
 
-    def computed(self, sequence: "TokenSequence") -> None:
+    def computed(self, sequence: TokenSequence) -> None:
         """Record that a step has computed the parts, and publish its snapshots."""
         held = sequence.state
         assert held is not None, "a sequence without a slot"
@@ -138,13 +135,13 @@ class SequenceStates:
         held.read, held.num_tokens = held.next, held.next_tokens
         self.pool.release([slot for slot in let_go if slot is not None])
 
-    def release(self, sequence: "TokenSequence") -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Release the slots of a sequence, which is computed again from a snapshot or its start."""
         held, sequence.state = sequence.state, None
         if held is not None:
             self.pool.release(held.slots())
 
-    def keys_in_flight(self, sequence: "TokenSequence") -> list[Key]:
+    def keys_in_flight(self, sequence: TokenSequence) -> list[Key]:
         """Return the keys at which a running sequence has yet to take snapshots."""
         held = sequence.state
         if held is None or not sequence.is_cacheable:
@@ -154,8 +151,8 @@ class SequenceStates:
         return [keys[size - 1] for size in sizes]
 
     def plan_junction(
-        self, running: Iterable["TokenSequence"], keys: Sequence[Key], num_found: int
-    ) -> "TokenSequence | None":
+        self, running: Iterable[TokenSequence], keys: Sequence[Key], num_found: int
+    ) -> TokenSequence | None:
         """Let a running prompt take a snapshot where a waiting one leaves it; return the former.
 
         `keys`: those of the waiting prompt's pages, of which `num_found` are before a snapshot.
@@ -181,7 +178,7 @@ class SequenceStates:
         self.pool.drop_cached()
         self.index.clear()
 
-    def check_integrity(self, running: Iterable["TokenSequence"]) -> None:
+    def check_integrity(self, running: Iterable[TokenSequence]) -> None:
         """Check that exactly the used slots are held. Raises AssertionError."""
         self.pool.check_integrity()
         assert self._draft_slot is None, "a draft's slot is held between two steps"
@@ -200,7 +197,7 @@ class SequenceStates:
                 return num_pages, found[0]
         return 0, None
 
-    def _planned(self, sequence: "TokenSequence", begin: int, junction: int) -> list[int]:
+    def _planned(self, sequence: TokenSequence, begin: int, junction: int) -> list[int]:
         """Return the positions of a sequence's snapshots, beyond `begin`, ascending.
 
         `junction`: the position where its pages leave those that are cached.
@@ -210,9 +207,7 @@ class SequenceStates:
         sparse = range(0, last, self._sparse)
         return sorted({each for each in (*sparse, junction, last) if begin < each <= last})
 
-    def _due(
-        self, sequence: "TokenSequence", held: HeldState, begin: int, end: int
-    ) -> Iterator[int]:
+    def _due(self, sequence: TokenSequence, held: HeldState, begin: int, end: int) -> Iterator[int]:
         """Yield the positions of snapshots after `begin`, up to `end`."""
         if not sequence.is_cacheable:
             return

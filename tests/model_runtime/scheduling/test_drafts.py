@@ -2,8 +2,9 @@
 
 import pytest
 
-from ropewalk.model_runtime.scheduling.drafts.draft_lengths import Offer, StepCost, take
+from ropewalk.model_runtime.scheduling.drafts.draft_lengths import Offer, take
 from ropewalk.model_runtime.scheduling.drafts.drafter import NO_DRAFT, Draft, Drafter
+from ropewalk.model_runtime.scheduling.step_cost import StepCost
 
 
 def proposed(drafter: Drafter, token_ids: list[int], num_prompt: int, most: int = 6) -> list[int]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.model_runtime.scheduling.drafts.drafter import NgramIndex
+from ropewalk.model_runtime.scheduling.drafts.ngram_index import NgramIndex
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 

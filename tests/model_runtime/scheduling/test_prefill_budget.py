@@ -2,7 +2,7 @@
 
 import pytest
 
-from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
+from ropewalk.model_runtime.scheduling.prefill_budget import PrefillBudget
 
 
 def settled(
