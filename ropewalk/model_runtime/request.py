@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.rope import Tier
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties are resolved equally
@@ -61,7 +61,7 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    placement: Placement  # deployment, tier, policy
+    placement: TierChoice  # deployment, tier, policy
     cache_salt: str = ""  # requests with another salt never share cached prefixes
     wants_progress: bool = False  # report progress after every prompt chunk
     grammar: "Grammar | None" = None  # the grammar of its answer

@@ -35,7 +35,7 @@ class RopeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TierChoice:
     """The tier and policy of one request, as reported to the client."""
 
     deployment: str
@@ -158,7 +158,7 @@ class Deployment:
         num_first, num_last = method.kept
         return num_first + max([num_last, *(tier.ceiling for tier in self.method_tiers[:-1])])
 
-    def place(self, requested: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
+    def place(self, requested: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> TierChoice:
         """Return the tier a request starts on, and the tiers it may grow to.
 
         Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
@@ -169,8 +169,8 @@ class Deployment:
 
     def place_open(
         self, requested: RopeRequest, num_prompt_tokens: int, most: int | None = None
-    ) -> tuple[int, Placement]:
-        """Return max_tokens and the placement of a request that leaves max_tokens out.
+    ) -> tuple[int, TierChoice]:
+        """Return max_tokens and the choice for a request that leaves max_tokens out.
 
         Its answer may run to the longest context, or have `most` tokens. Raises what `place` does;
         errors name no max_tokens.
@@ -196,7 +196,7 @@ class Deployment:
 
     def _place(
         self, allowed: _AllowedTiers, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
-    ) -> Placement:
+    ) -> TierChoice:
         requested, policy, tiers, at_least = allowed
         factor = requested.factor
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
@@ -211,7 +211,7 @@ class Deployment:
             for each in tiers
             if policy == "by_position" and each.ceiling < tier.ceiling and each.factor >= at_least
         )
-        return Placement(
+        return TierChoice(
             self.name, tier, higher, policy, factor, self.original_len, requested.is_exact, lower
         )
 

@@ -4,7 +4,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.prefix_cache import (
     Key,
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
         return -(-self.num_first // page_size), first_read
 
 
-def most_pages(placement: Placement, page_size: int, max_chunk: int) -> int | None:
+def most_pages(placement: TierChoice, page_size: int, max_chunk: int) -> int | None:
     """Return the most pages that a request holds at a time; None: all of its positions.
 
     A step computes at most `max_chunk` of its tokens. A page is released a page late at most.

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
-from ropewalk.model_runtime.deployments.deployment import Placement, RopeRequest
+from ropewalk.model_runtime.deployments.deployment import RopeRequest, TierChoice
 from ropewalk.rope import PositionMethod, Tier
 from ropewalk.server.api.strict_body import Body, is_none
 
@@ -135,7 +135,7 @@ class RopeAnswer(Body):
     @classmethod
     def of(
         cls,
-        placement: Placement,
+        placement: TierChoice,
         tier: Tier,
         num_rescales: int,
         num_positions: int,

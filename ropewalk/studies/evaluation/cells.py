@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ropewalk.model_runtime.deployments.deployment import Deployment, Placement, RopeRequest
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest, TierChoice
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class LengthCell:
 
     kind: str
     context_len: int
-    placement: Placement
+    placement: TierChoice
     tasks: tuple[Task, ...]
 
     def at_length(self, context_len: int, scores: Sequence[Score]) -> list[Score]:
@@ -152,7 +152,7 @@ class LengthCell:
 _At = tuple[str, int, object]  # kind, length, tables
 
 
-def tables_of(placement: Placement) -> object:
+def tables_of(placement: TierChoice) -> object:
     """Return what decides on a prompt's tables: its profile, or the ends of those below it, too."""
     profile = placement.tier.profile
     lower = tuple((each.ceiling, each.profile) for each in placement.lower_tiers)
@@ -267,7 +267,7 @@ def _add_texts(
     cells: dict[_At, LengthCell],
     of_variant: dict[tuple[Variant, int], dict[str, _At]],
     plan: LengthPlan,
-    place: Callable[[Variant, Task], Placement],
+    place: Callable[[Variant, Task], TierChoice],
     tasks: Callable[[tuple[int, ...]], tuple[Task, ...]],
 ) -> None:
     """Add a cell for each table that texts are read under, from the longest length on.
@@ -275,7 +275,7 @@ def _add_texts(
     A length is measured by a longer one's request if all its positions have the same tables there.
     `tasks` makes those of lengths that are measured together.
     """
-    served: dict[Placement, list[tuple[Variant, int]]] = {}
+    served: dict[TierChoice, list[tuple[Variant, int]]] = {}
     for context_len in sorted(plan.context_lens, reverse=True):
         for variant in plan.variants:
             placement = place(variant, tasks((context_len,))[0])
@@ -314,7 +314,7 @@ def _readings(
     return tasks
 
 
-def _path(placement: Placement, num_positions: int) -> list[tuple[int, Profile]]:
+def _path(placement: TierChoice, num_positions: int) -> list[tuple[int, Profile]]:
     """Return the profiles of a prompt's first positions, each with its end."""
     path: list[tuple[int, Profile]] = []
     for tier in placement.prompt_tiers:
@@ -328,7 +328,7 @@ def _path(placement: Placement, num_positions: int) -> list[tuple[int, Profile]]
 
 def _place(
     plan: LengthPlan, deployments: Mapping[Variant, Deployment], variant: Variant, task: Task
-) -> Placement:
+) -> TierChoice:
     untouched = variant.policy is None and not plan.carries_scaling
     asked = RopeRequest(rope_type="default") if untouched else RopeRequest()
     placement = deployments[variant].place(asked, len(task.prompt_ids), task.sampling.max_tokens)

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import (
@@ -25,7 +25,7 @@ NOWHERE: Any = None  # a placement, which answers do not read
 
 def outputs_of(text: str, eos: str = "", **sampling: Any) -> list[Output]:
     """The outputs of an answer whose tokens are the bytes of a text."""
-    placement: Placement = NOWHERE
+    placement: TierChoice = NOWHERE
     params = SamplingParams(max_tokens=100, logprobs=0, **sampling)
     made = Answer(
         Request("a", (1,), params, placement), TOKENIZER, frozenset(TOKENIZER.encode(eos))

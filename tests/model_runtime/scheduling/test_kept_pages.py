@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
@@ -21,7 +21,7 @@ def sequence(
 ) -> Sequence:
     """A sequence under sinks; a growing one is native up to 32 tokens."""
     tiers = (NATIVE, SINKS) if policy.startswith("grow") else (SINKS,)
-    placement = Placement("m", tiers[0], tiers[1:], policy, None, 32)
+    placement = TierChoice("m", tiers[0], tiers[1:], policy, None, 32)
     params = SamplingParams(max_tokens=10**6, **sampling)
     return Sequence(Request("r", tuple(range(num_tokens)), params, placement, salt))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.model_runtime.engine.admission import check_request
 from ropewalk.model_runtime.errors import CacheCapacityError
 from ropewalk.model_runtime.loading.model_config import KVShape
@@ -51,7 +51,7 @@ def sequence(
     num_tokens: int, tier: Tier = PLAIN, salt: str = "", max_tokens: int = LAST
 ) -> Sequence:
     """A sequence of one tier, whose tokens count up."""
-    placement = Placement("m", tier, (), "fixed", None, 32)
+    placement = TierChoice("m", tier, (), "fixed", None, 32)
     params = SamplingParams(max_tokens=max_tokens)
     return Sequence(Request("r", tuple(range(num_tokens)), params, placement, salt))
 
