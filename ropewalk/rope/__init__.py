@@ -5,9 +5,20 @@ names need no torch before they compute. `angles` and `decay` do, and are import
 """
 
 from ropewalk.rope.errors import RopeConfigError
-from ropewalk.rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
 from ropewalk.rope.from_config import ROPE_TYPES, rope_type_of
-from ropewalk.rope.methods import NTK, SWITCHING, DynamicNTK, Linear, Llama3, LongRope, Yarn
+from ropewalk.rope.methods import (
+    NTK,
+    SWITCHING,
+    DynamicNTK,
+    Frequencies,
+    Linear,
+    Llama3,
+    LongRope,
+    Rotary,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
 from ropewalk.rope.native import ALL_LAYERS, NativeRope, NativeTable, native_rope
 from ropewalk.rope.position_methods import DualChunk, ReRope, SelfExtend, Shifted, Sinks
 from ropewalk.rope.positions import MOST_RANGES, KeyMap, PositionMethod, Range

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.rope.angles import Angles, rotate
-from ropewalk.rope.frequencies import Frequencies
+from ropewalk.rope.methods import Frequencies
 
 
 @dataclass(frozen=True, slots=True, eq=False)

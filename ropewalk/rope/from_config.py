@@ -10,8 +10,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ropewalk.rope.errors import RopeConfigError
-from ropewalk.rope.frequencies import Rotary, Scaling, Unscaled
-from ropewalk.rope.methods import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
+from ropewalk.rope.methods import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Rotary,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
 
 _MAX_FACTOR = 65_536.0  # above any practical factor; keeps ceilings and tier lists finite
 _REFUSED = {

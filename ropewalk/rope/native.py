@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk.rope.errors import RopeConfigError
-from ropewalk.rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
 from ropewalk.rope.from_config import Method, parse_method, rope_type_of
+from ropewalk.rope.methods import Frequencies, Rotary, Scaling, Unscaled
 
 _FIELD = "dual_chunk_attention_config"
 _NUMBERS = ("chunk_size", "local_size", "original_max_position_embeddings")

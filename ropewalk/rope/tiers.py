@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ropewalk.rope.errors import RopeConfigError
-from ropewalk.rope.frequencies import Scaling
 from ropewalk.rope.from_config import Method
+from ropewalk.rope.methods import Scaling
 from ropewalk.rope.native import NativeRope
 from ropewalk.rope.positions import PositionMethod
 from ropewalk.rope.positions_from_block import PositionChoice

@@ -230,12 +230,11 @@ class Deployment:
         if factor is not None and not 1.0 <= factor <= tiers[-1].factor:
             raise self._refused_factor(requested, factor, tiers)
         # Above the operator's limit it chooses nothing, and `_place` compares it with the tier.
-        at_least = factor if factor is not None and factor <= self.max_rope_factor else None
-        if policy == "fixed" and at_least is None:
-            tiers = tiers[-1:]
-        elif policy == "fixed":
-            tiers = tuple(tier for tier in tiers if tier.factor >= (at_least or 1.0))[:1]
-        return _AllowedTiers(requested, policy, tiers, at_least or 1.0)
+        chosen = None if factor is None or factor > self.max_rope_factor else factor
+        if policy == "fixed":
+            fitting = tuple(tier for tier in tiers if tier.factor >= (chosen or 1.0))
+            tiers = tiers[-1:] if chosen is None else fitting[:1]
+        return _AllowedTiers(requested, policy, tiers, chosen or 1.0)
 
     def _policy(self, requested: RopeRequest) -> Policy:
         if requested.policy is None:
