@@ -257,13 +257,13 @@ class Measured:
         grammar: Grammar | None,
         sampling: Mapping[str, Any],
     ) -> Request:
-        placement = self._deployment.place(RopeRequest(), len(prompt), num_output)
+        tier_choice = self._deployment.choose(RopeRequest(), len(prompt), num_output)
         chosen = {"temperature": 0.0, "ignore_eos": grammar is None, **sampling}
         return Request(
             f"bench-{next(self._ids)}",
             tuple(prompt),
             SamplingParams(max_tokens=num_output, **chosen),
-            placement,
+            tier_choice,
             grammar=grammar,
         )
 

@@ -39,11 +39,11 @@ def answered(
     options = DeploymentOptions(page_size=_PAGE)
     deployment = make_deployment("model", checkpoint.native, options)
     sampling = SamplingParams(temperature=0.0, max_tokens=num_new, logprobs=1, ignore_eos=True)
-    placement = deployment.place(RopeRequest(), len(token_ids), num_new)
+    tier_choice = deployment.choose(RopeRequest(), len(token_ids), num_new)
     began = time.monotonic()
     engine.start()
     try:
-        asked = Request("long", tuple(token_ids), sampling, placement)
+        asked = Request("long", tuple(token_ids), sampling, tier_choice)
         outputs = list(engine.generate([asked])[0])
         return outputs, runner.store.num_bytes, time.monotonic() - began
     finally:

@@ -110,8 +110,8 @@ def _decoding(num_seqs: int, observed: Callable[[EngineConfig], Observer]) -> En
     for index in range(num_seqs):
         prompt = tuple((index * 31 + at * 7) % 256 for at in range(_PROMPT))
         sampling = SamplingParams(max_tokens=_STEPS + _WARM_STEPS + 64, temperature=0.0)
-        placement = deployment.place(RopeRequest(), len(prompt), sampling.max_tokens)
-        request = Request(f"r{index}", prompt, sampling, placement)
+        tier_choice = deployment.choose(RopeRequest(), len(prompt), sampling.max_tokens)
+        request = Request(f"r{index}", prompt, sampling, tier_choice)
         core.add(RequestState.of(request, tokenizer, frozenset({256}), newest.append))
     while core.scheduler.waiting or not all(each.is_decoding for each in core.scheduler.running):
         core.step()

@@ -148,8 +148,8 @@ class Decoding:
         for number in range(self._num_seqs):
             length = _PROMPT + _LONGER * number
             prompt = tuple(draw.choices(range(_FIRST_ID, _LAST_ID), k=length))
-            placement = self._deployment.place(RopeRequest(), length, self._num_new)
-            request = Request(f"{name} {number}", prompt, sampling, placement)
+            tier_choice = self._deployment.choose(RopeRequest(), length, self._num_new)
+            request = Request(f"{name} {number}", prompt, sampling, tier_choice)
             self._core.add(RequestState.of(request, self._tokenizer, frozenset(), _ignore))
 
     def _wait_for_writer(self) -> None:

@@ -90,8 +90,8 @@ def asked(deployment: Deployment, scenario: str, number: int) -> Request:
     sampling = SamplingParams(
         max_tokens=_ANSWER, temperature=temperature, seed=number, ignore_eos=True
     )
-    placement = deployment.place(RopeRequest(), _PROMPT, _ANSWER)
-    return Request(f"{scenario}-{number}", prompt, sampling, placement, "")
+    tier_choice = deployment.choose(RopeRequest(), _PROMPT, _ANSWER)
+    return Request(f"{scenario}-{number}", prompt, sampling, tier_choice, "")
 
 
 def answered(engine: Engine, request: Request) -> tuple[tuple[int, ...], float]:

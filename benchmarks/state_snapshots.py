@@ -93,9 +93,9 @@ class Server:
         """Serve prompts that come at once; return each with its answer."""
         sequences = []
         for prompt in prompts:
-            placement = _DEPLOYMENT.place(RopeRequest(), len(prompt), num_tokens)
+            tier_choice = _DEPLOYMENT.choose(RopeRequest(), len(prompt), num_tokens)
             sampling = SamplingParams(max_tokens=num_tokens)
-            sequences.append(Sequence(Request("r", prompt, sampling, placement, "")))
+            sequences.append(Sequence(Request("r", prompt, sampling, tier_choice, "")))
             self._scheduler.add(sequences[-1])
         while self._scheduler.running or self._scheduler.waiting:
             self._step()
@@ -153,8 +153,8 @@ class EngineServer:
         asked = [tuple(each % _SMALL_VOCABULARY for each in prompt) for prompt in prompts]
         requests = []
         for ids in asked:
-            placement = self._deployment.place(RopeRequest(), len(ids), num_tokens)
-            requests.append(Request(f"{next(self._numbers)}", ids, sampling, placement))
+            tier_choice = self._deployment.choose(RopeRequest(), len(ids), num_tokens)
+            requests.append(Request(f"{next(self._numbers)}", ids, sampling, tier_choice))
         served = self._engine.generate(requests)
         states = self._engine._core.scheduler.pages.states  # noqa: SLF001  # what it holds now
         assert states is not None

@@ -95,7 +95,7 @@ class StandIn:
             output = Output(
                 text=f" t{stream.num_generated}",
                 token_ids=(stream.num_generated,),
-                tier=request.placement.tier,
+                tier=request.tier_choice.tier,
             )
             if stream.num_generated == request.sampling.max_tokens:
                 self._end(stream, output._replace(finish_reason=FinishReason.LENGTH))

@@ -61,7 +61,7 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    placement: TierChoice  # deployment, tier, policy
+    tier_choice: TierChoice  # deployment, tier, policy
     cache_salt: str = ""  # requests with another salt never share cached prefixes
     wants_progress: bool = False  # report progress after every prompt chunk
     grammar: "Grammar | None" = None  # the grammar of its answer

@@ -314,7 +314,7 @@ class Metrics(Observer):
         self._prompt_tokens.inc(len(request.prompt_ids))
         self._cached_tokens.inc(num_cached_tokens)
         self._prefix_hits.inc(num_cached_tokens > 0)
-        self._queue.observe(request.placement.deployment, len(request.prompt_ids), queue_seconds)
+        self._queue.observe(request.tier_choice.deployment, len(request.prompt_ids), queue_seconds)
 
     def missed(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
         self._missed_tokens.inc(num_tokens)
@@ -326,25 +326,25 @@ class Metrics(Observer):
         self._nan_aborts.inc()
 
     def rescaled(self, request: Request) -> None:
-        self._rescales.labels(request.placement.deployment, request.placement.policy).inc()
+        self._rescales.labels(request.tier_choice.deployment, request.tier_choice.policy).inc()
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """Record the first token of a request."""
         self._num_generated += 1
-        model_name, prompt_len = request.placement.deployment, len(request.prompt_ids)
+        model_name, prompt_len = request.tier_choice.deployment, len(request.prompt_ids)
         self.first_tokens.observe(model_name, prompt_len, seconds)
         self._prefill.observe(model_name, prompt_len, prefill_seconds)
 
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:
         self._num_generated += 1
-        self.next_tokens.observe(request.placement.deployment, context_len, seconds)
+        self.next_tokens.observe(request.tier_choice.deployment, context_len, seconds)
 
     def finished(
         self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
         """Record a request that ended."""
         rope_type, factor = tier.profile.name, f"{tier.factor:g}"
-        model_name = request.placement.deployment
+        model_name = request.tier_choice.deployment
         self._requests.labels(model_name, rope_type, factor, reason.value).inc()
         if tier.is_beyond(request.positions_with(num_generated)):
             self._beyond.labels(model_name).inc()

@@ -37,8 +37,8 @@ def request(
 ) -> Request:
     """A request placed like the server places it; greedy by default."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
-    placement = deployment.place(rope or RopeRequest(), len(prompt_ids), params.max_tokens)
-    return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, placement, cache_salt)
+    tier_choice = deployment.choose(rope or RopeRequest(), len(prompt_ids), params.max_tokens)
+    return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, tier_choice, cache_salt)
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def test_the_profile_is_that_of_the_current_tier() -> None:
     """The request starts on factor 1, and the tier that covers its last position is factor 4."""
     checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
     deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy="grow")
-    placed = deployment.place(RopeRequest(), 50, 150)
+    placed = deployment.choose(RopeRequest(), 50, 150)
     assert placed.tier.factor == 1.0
     top = placed.tier_covering(199)
     assert top.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=L)

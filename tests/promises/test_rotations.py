@@ -58,7 +58,7 @@ def test_a_proportional_table_is_scaled_on_its_rotating_pairs(engines: EngineFac
     deployment = deployment_of(checkpoint, rope_scaling=yarn_4, rope_policy="grow")
     generator = torch.Generator().manual_seed(6)
     prompt = torch.randint(checkpoint.vocab_size, (256,), generator=generator).tolist()
-    assert deployment.place(RopeRequest(), len(prompt), 0).tier.factor == 4.0
+    assert deployment.choose(RopeRequest(), len(prompt), 0).tier.factor == 4.0
     result = answer(engine, request(deployment, prompt, max_tokens=0, prompt_logprobs=0))[0]
 
     unscaled = reference_logprobs(untouched, prompt)

@@ -66,10 +66,10 @@ class Serving(RuleBasedStateMachine):
     ) -> None:
         """Add a request; prompts of one family have a common prefix."""
         num_prompt, max_tokens = shape
-        placement = DEPLOYMENT.place(RopeRequest(policy=policy), num_prompt, max_tokens)
+        tier_choice = DEPLOYMENT.choose(RopeRequest(policy=policy), num_prompt, max_tokens)
         prompt = tuple((family * 7 + at * (1 + family)) % 5 for at in range(num_prompt))
         sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1 if scored else None)
-        sequence = Sequence(Request("r", prompt, sampling, placement, salt))
+        sequence = Sequence(Request("r", prompt, sampling, tier_choice, salt))
         self.scheduler.add(sequence)
         self.live.append(sequence)
         SEEN["arrive"] += 1
@@ -158,15 +158,15 @@ class Serving(RuleBasedStateMachine):
     @staticmethod
     def _profile(sequence: Sequence, position: int) -> Any:
         """The profile that a position is computed under, from the definition of the policies."""
-        placement = sequence.request.placement
-        if placement.policy == "grow":
+        tier_choice = sequence.request.tier_choice
+        if tier_choice.policy == "grow":
             so_far = max(sequence.num_prompt_tokens, position + 1)
-        elif placement.policy == "by_position":
+        elif tier_choice.policy == "by_position":
             so_far = position + 1
-        elif placement.policy == "grow-exact":
+        elif tier_choice.policy == "grow-exact":
             so_far = max(sequence.num_prompt_tokens, len(sequence.token_ids))
         else:
-            return placement.tier.profile
+            return tier_choice.tier.profile
         tiers = DEPLOYMENT.method_tiers
         return next(tier.profile for tier in tiers if tier.ceiling >= so_far)
 

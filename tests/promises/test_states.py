@@ -368,6 +368,6 @@ def test_a_checkpoint_with_an_image_tower_is_served_for_text_past_its_length(
         request(deployment, _prompt(count, count), max_tokens=9, logprobs=2)
         for count in (50, 100, 200, 400)
     ]
-    assert [each.placement.tier.factor for each in requests] == [1.0, 2.0, 4.0, 8.0]
+    assert [each.tier_choice.tier.factor for each in requests] == [1.0, 2.0, 4.0, 8.0]
     expected = _alone(engines, checkpoint, requests)
     assert answer(engines.over(checkpoint), *requests) == expected

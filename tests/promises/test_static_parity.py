@@ -84,7 +84,7 @@ def compare(
     stated = reference_block(block, rotary.rope_theta, rotary.rotary_dim, native_len)
     expected = reference_logprobs(with_block(untouched, stated, max_len), prompt)
     assert result.prompt_logprob_values() == pytest.approx(expected, abs=1e-3)
-    assert deployment.place(RopeRequest(), len(prompt), 0).tier.factor == 4.0
+    assert deployment.choose(RopeRequest(), len(prompt), 0).tier.factor == 4.0
     unscaled = reference_logprobs(untouched, prompt)
     worst = max(abs(one - other) for one, other in zip(unscaled, expected, strict=True))
     assert worst > 0.05, "the reference is not scaled, so this test shows nothing"

@@ -158,21 +158,21 @@ class Deployment:
         num_first, num_last = method.kept
         return num_first + max([num_last, *(tier.ceiling for tier in self.method_tiers[:-1])])
 
-    def place(self, requested: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> TierChoice:
+    def choose(self, requested: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> TierChoice:
         """Return the tier a request starts on, and the tiers it may grow to.
 
         Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
         does not fit.
         """
         allowed = self._allowed(requested)
-        return self._place(allowed, num_prompt_tokens, max_tokens, is_open=False)
+        return self._choose(allowed, num_prompt_tokens, max_tokens, is_open=False)
 
-    def place_open(
+    def choose_open(
         self, requested: RopeRequest, num_prompt_tokens: int, most: int | None = None
     ) -> tuple[int, TierChoice]:
         """Return max_tokens and the choice for a request that leaves max_tokens out.
 
-        Its answer may run to the longest context, or have `most` tokens. Raises what `place` does;
+        Its answer may run to the longest context, or have `most` tokens. Raises what `choose` does;
         errors name no max_tokens.
         """
         allowed = self._allowed(requested)
@@ -180,12 +180,12 @@ class Deployment:
         max_tokens = max(1, self._end(allowed) - num_prompt_tokens + 1)
         if most is not None:
             max_tokens = min(max_tokens, most)
-        return max_tokens, self._place(allowed, num_prompt_tokens, max_tokens, is_open=True)
+        return max_tokens, self._choose(allowed, num_prompt_tokens, max_tokens, is_open=True)
 
     def longest_prompt(self, requested: RopeRequest, max_tokens: int | None) -> int:
         """Return the tokens of the longest prompt that leaves room for an answer.
 
-        `max_tokens`: of the answer; None: an eighth of L. Raises RequestError as `place` does.
+        `max_tokens`: of the answer; None: an eighth of L. Raises RequestError as `choose` does.
         """
         wanted = self.native_len // 8 if max_tokens is None else max_tokens
         return self._end(self._allowed(requested)) - max(0, wanted - 1)
@@ -194,7 +194,7 @@ class Deployment:
         """Return the positions of the longest request."""
         return min(longest(allowed.tiers), self.max_len)
 
-    def _place(
+    def _choose(
         self, allowed: _AllowedTiers, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
     ) -> TierChoice:
         requested, policy, tiers, at_least = allowed
@@ -229,7 +229,7 @@ class Deployment:
             tiers = (self._exact_tier(requested, of_method),)
         if factor is not None and not 1.0 <= factor <= tiers[-1].factor:
             raise self._refused_factor(requested, factor, tiers)
-        # Above the operator's limit it chooses nothing, and `_place` compares it with the tier.
+        # Above the operator's limit it chooses nothing, and `_choose` compares it with the tier.
         chosen = None if factor is None or factor > self.max_rope_factor else factor
         if policy == "fixed":
             fitting = tuple(tier for tier in tiers if tier.factor >= (chosen or 1.0))

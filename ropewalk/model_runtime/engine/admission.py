@@ -166,7 +166,7 @@ def check_request(request: Request, config: EngineConfig) -> None:
     if not request.prompt_ids:
         raise RequestError("The prompt must have at least one token.", param="prompt")
     num_positions = request.num_positions
-    most = most_pages(request.placement, config.page_size, config.max_num_batched_tokens)
+    most = most_pages(request.tier_choice, config.page_size, config.max_num_batched_tokens)
     num_pages = config.num_held_pages(num_positions, most)
     if num_pages <= config.num_pages:
         return

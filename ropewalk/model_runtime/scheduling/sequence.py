@@ -33,12 +33,12 @@ class Kept(NamedTuple):
         return -(-self.num_first // page_size), first_read
 
 
-def most_pages(placement: TierChoice, page_size: int, max_chunk: int) -> int | None:
+def most_pages(tier_choice: TierChoice, page_size: int, max_chunk: int) -> int | None:
     """Return the most pages that a request holds at a time; None: all of its positions.
 
     A step computes at most `max_chunk` of its tokens. A page is released a page late at most.
     """
-    tiers = placement.all_tiers
+    tiers = tier_choice.all_tiers
     method = tiers[-1].profile.positions
     if method is None or method.kept is None:
         return None
@@ -109,7 +109,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.num_prompt_tokens = len(self.request.prompt_ids)
-        self.tier = self.request.placement.tier
+        self.tier = self.request.tier_choice.tier
         # A token's logprob comes from the row of the token before it.
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
@@ -145,33 +145,33 @@ class Sequence:
         `by_position` computes every position under the lowest tier that covers it, of prompts, too.
         `grow-exact` computes every position under its newest tier.
         """
-        placement = self.request.placement
-        if placement.policy == "by_position":
-            return placement.tier_covering(position + 1)
-        if placement.policy != "grow":
+        tier_choice = self.request.tier_choice
+        if tier_choice.policy == "by_position":
+            return tier_choice.tier_covering(position + 1)
+        if tier_choice.policy != "grow":
             return self.tier
         num_so_far = max(self.num_prompt_tokens, position + 1)
-        return placement.tier_covering(num_so_far)
+        return tier_choice.tier_covering(num_so_far)
 
     @property
     def num_sharable(self) -> int:
         """Return the number of leading positions whose pages may be shared."""
         found = num_sharable(self._key_tiers, len(self.token_ids))
-        placement = self.request.placement
+        tier_choice = self.request.tier_choice
         # Beyond it, the length of the prompt decides on the table of a position.
-        return min(found, placement.tier.ceiling) if placement.policy == "grow" else found
+        return min(found, tier_choice.tier.ceiling) if tier_choice.policy == "grow" else found
 
     @property
     def _key_tiers(self) -> tuple[Tier, ...]:
-        placement = self.request.placement
-        return placement.all_tiers if placement.policy == "by_position" else (self.tier_at(0),)
+        tier_choice = self.request.tier_choice
+        return tier_choice.all_tiers if tier_choice.policy == "by_position" else (self.tier_at(0),)
 
     @property
     def kept(self) -> Kept | None:
         """Return the tokens that its next queries read; None: all."""
-        placement = self.request.placement
+        tier_choice = self.request.tier_choice
         # After the last position of the last tier there is no query.
-        last = placement.all_tiers[-1].ceiling - 1
+        last = tier_choice.all_tiers[-1].ceiling - 1
         method = self.tier_at(min(self.num_computed, last)).profile.positions
         return None if method is None or method.kept is None else Kept(*method.kept)
 
@@ -205,5 +205,5 @@ class Sequence:
         """Move to a higher tier."""
         self.tier = tier
         self.num_rescales += 1
-        if self.request.placement.policy == "grow-exact":
+        if self.request.tier_choice.policy == "grow-exact":
             self._keys = []  # from now on its pages have another profile

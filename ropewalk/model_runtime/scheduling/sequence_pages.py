@@ -58,7 +58,7 @@ class SequencePages:
         holds, too, is not free after its release, so it does not count as held.
         """
         needed = self.num_needed(sequence, len(sequence.token_ids))
-        most = most_pages(sequence.request.placement, self.page_size, self._max_chunk)
+        most = most_pages(sequence.request.tier_choice, self.page_size, self._max_chunk)
         if not needed or (most is None and not self._has_windows):
             return needed
         needed //= self.num_groups
@@ -86,7 +86,7 @@ class SequencePages:
 
     def fits(self, sequence: Sequence, found: list[int], running: Iterable[Sequence]) -> bool:
         """Return whether a sequence that reuses the pages `found` can start beside the running."""
-        most = most_pages(sequence.request.placement, self.page_size, self._max_chunk)
+        most = most_pages(sequence.request.tier_choice, self.page_size, self._max_chunk)
         num_needed = self.num_needed(sequence, len(sequence.token_ids)) // self.num_groups
         num_taken = 0
         for group, window in enumerate(self._windows):

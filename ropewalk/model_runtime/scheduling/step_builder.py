@@ -142,13 +142,13 @@ class StepBuilder:
         """
         if len(sequence.token_ids) <= sequence.tier.ceiling:
             return False
-        tier = sequence.request.placement.tier_covering(len(sequence.token_ids))
+        tier = sequence.request.tier_choice.tier_covering(len(sequence.token_ids))
         if tier.profile == sequence.tier.profile:
             sequence.tier = tier
             return False
         sequence.move_to(tier)
         self.plan.rescaled.append(sequence)
-        return sequence.request.placement.policy == "grow-exact"
+        return sequence.request.tier_choice.policy == "grow-exact"
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     @property
     def model(self) -> str:
-        return self.choices[0].request.placement.deployment
+        return self.choices[0].request.tier_choice.deployment
 
     def close(self) -> None:
         """Abort what has not finished; call it once the answer is sent."""
@@ -125,8 +125,8 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Return the scaling applied to one choice so far."""
         state = self.choices[index]
         request = state.request
-        placement = request.placement
-        tier = output.tier or placement.tier
+        tier_choice = request.tier_choice
+        tier = output.tier or tier_choice.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
         is_cut = output.finish_reason is FinishReason.LENGTH
         most = request.sampling.max_tokens
@@ -135,7 +135,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         if is_open and is_cut and is_full:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         num_positions = request.positions_with(state.num_generated)
-        return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)
+        return RopeAnswer.of(tier_choice, tier, output.num_rescales, num_positions, ended_by)
 
     def token_ids(self, output: Output) -> list[int] | None:
         return list(output.token_ids) if self.body.return_token_ids else None

@@ -41,7 +41,7 @@ class Reservation:
         masked_id: int | None = None,
         predicted_ids: Sequence[int] = (),
     ) -> Submission:
-        """Place and queue the prompts, all or none. Raises what the engine and placement raise.
+        """Place and queue the prompts, all or none. Raises what tiers and engine raise.
 
         `shown_ids` are special tokens that the answers' text contains, `masked_id` a token that the
         answers must not have. `predicted_ids` are tokens that the answers probably contain.
@@ -139,10 +139,10 @@ class Reservation:
         # Placed first, so that a prompt which is too long is refused for its length.
         if max_tokens is None:
             bound = self.service.max_new_tokens
-            max_tokens, placement = deployment.place_open(rope, len(prompt), bound)
+            max_tokens, tier_choice = deployment.choose_open(rope, len(prompt), bound)
             most = "the answer's room in the longest context"
         else:
-            placement = deployment.place(rope, len(prompt), max_tokens)
+            tier_choice = deployment.choose(rope, len(prompt), max_tokens)
         if max_tokens == self.service.max_new_tokens:
             most = "the server's max_new_tokens"
         if (body.min_tokens or 0) > max_tokens:
@@ -158,7 +158,7 @@ class Reservation:
                 replace(
                     sampling, max_tokens=max_tokens, seed=seeds.next() if seed is None else seed
                 ),
-                placement,
+                tier_choice,
                 self._cache_salt(),
                 wants_progress=bool(body.return_progress),
                 grammar=grammar,

@@ -135,7 +135,7 @@ class RopeAnswer(Body):
     @classmethod
     def of(
         cls,
-        placement: TierChoice,
+        tier_choice: TierChoice,
         tier: Tier,
         num_rescales: int,
         num_positions: int,
@@ -145,12 +145,12 @@ class RopeAnswer(Body):
         return cls(
             rope_type=tier.profile.scaling.rope_type,
             factor=tier.factor,
-            requested_factor=placement.requested_factor,
-            original_max_position_embeddings=placement.original_len,
-            policy=placement.policy,
+            requested_factor=tier_choice.requested_factor,
+            original_max_position_embeddings=tier_choice.original_len,
+            policy=tier_choice.policy,
             rescaled=num_rescales,
             ended_by=ended_by,
             beyond_trained_length=tier.is_beyond(num_positions) or None,
-            exact=placement.is_exact or None,
+            exact=tier_choice.is_exact or None,
             positions=PositionsField.of(tier.profile.positions),
         )

@@ -63,9 +63,9 @@ def tier_router(service: Service) -> APIRouter:
             max_tokens = DEFAULT_MAX_TOKENS
         try:
             if max_tokens is None:
-                placement = deployment.place_open(asked, count)[1]
+                tier_choice = deployment.choose_open(asked, count)[1]
             else:
-                placement = deployment.place(asked, count, max_tokens)
+                tier_choice = deployment.choose(asked, count, max_tokens)
         except RequestError as error:
             return TierAnswer(
                 count=count,
@@ -77,8 +77,8 @@ def tier_router(service: Service) -> APIRouter:
         return TierAnswer(
             count=count,
             max_model_len=deployment.max_len,
-            tier_len=min(placement.tier.ceiling, deployment.max_len),
-            rope=RopeAnswer.of(placement, placement.tier, 0, count),
+            tier_len=min(tier_choice.tier.ceiling, deployment.max_len),
+            rope=RopeAnswer.of(tier_choice, tier_choice.tier, 0, count),
             problem=None,
         )
 

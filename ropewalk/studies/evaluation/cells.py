@@ -106,7 +106,7 @@ class LengthCell:
 
     kind: str
     context_len: int
-    placement: TierChoice
+    tier_choice: TierChoice
     tasks: tuple[Task, ...]
 
     def at_length(self, context_len: int, scores: Sequence[Score]) -> list[Score]:
@@ -131,31 +131,31 @@ class LengthCell:
     @property
     def label(self) -> str:
         """Return a label, for example `retrieval, 1024 tokens, yarn x4`."""
-        profile = self.placement.tier.profile
+        profile = self.tier_choice.tier.profile
         logn = "+logn" if profile.logn_len is not None else ""
-        table = f"{profile.name}{logn} x{self.placement.tier.factor:g}"
-        if self.placement.lower_tiers:
+        table = f"{profile.name}{logn} x{self.tier_choice.tier.factor:g}"
+        if self.tier_choice.lower_tiers:
             table += " by position"
         return f"{self.kind}, {self.context_len} tokens, {table}"
 
     def in_words(self) -> dict[str, object]:
         """Return what a reader of the record wants to know."""
-        profile = repr(tables_of(self.placement))
+        profile = repr(tables_of(self.tier_choice))
         return {"kind": self.kind, "context_len": self.context_len, "profile": profile}
 
     def key(self, model_digest: str) -> str:
         """Return a key that is equal only for equal requests, model and table."""
-        tables = tables_of(self.placement)
+        tables = tables_of(self.tier_choice)
         return key_of(model_digest, self.kind, self.context_len, tables, self.tasks)
 
 
 _At = tuple[str, int, object]  # kind, length, tables
 
 
-def tables_of(placement: TierChoice) -> object:
+def tables_of(tier_choice: TierChoice) -> object:
     """Return what decides on a prompt's tables: its profile, or the ends of those below it, too."""
-    profile = placement.tier.profile
-    lower = tuple((each.ceiling, each.profile) for each in placement.lower_tiers)
+    profile = tier_choice.tier.profile
+    lower = tuple((each.ceiling, each.profile) for each in tier_choice.lower_tiers)
     return (*lower, profile) if lower else profile
 
 
@@ -210,9 +210,9 @@ def make_grid(
         for (kind, of_kind), variant in itertools.product(tasks.items(), plan.variants):
             if not of_kind:
                 continue
-            placement = _place(plan, deployments, variant, of_kind[0])
-            at = (kind, context_len, tables_of(placement))
-            cells.setdefault(at, LengthCell(kind, context_len, placement, of_kind))
+            tier_choice = _place(plan, deployments, variant, of_kind[0])
+            at = (kind, context_len, tables_of(tier_choice))
+            cells.setdefault(at, LengthCell(kind, context_len, tier_choice, of_kind))
             of_variant[variant, context_len][kind] = at
     return Grid(cells, of_variant)
 
@@ -223,7 +223,7 @@ def measure(engine: Engine, cell: LengthCell, progress: Progress) -> list[Score]
     for first in range(0, len(cell.tasks), TOGETHER):
         tasks = cell.tasks[first : first + TOGETHER]
         requests = [
-            Request(f"{cell.kind}-{first + at}", task.prompt_ids, task.sampling, cell.placement)
+            Request(f"{cell.kind}-{first + at}", task.prompt_ids, task.sampling, cell.tier_choice)
             for at, task in enumerate(tasks)
         ]
         answers = engine.generate(requests)
@@ -278,14 +278,14 @@ def _add_texts(
     served: dict[TierChoice, list[tuple[Variant, int]]] = {}
     for context_len in sorted(plan.context_lens, reverse=True):
         for variant in plan.variants:
-            placement = place(variant, tasks((context_len,))[0])
-            own = _path(placement, context_len)
+            tier_choice = place(variant, tasks((context_len,))[0])
+            own = _path(tier_choice, context_len)
             longer = (each for each in served if _path(each, context_len) == own)
-            served.setdefault(next(longer, placement), []).append((variant, context_len))
-    for placement, measured in served.items():
+            served.setdefault(next(longer, tier_choice), []).append((variant, context_len))
+    for tier_choice, measured in served.items():
         ends = tuple(sorted({context_len for _, context_len in measured}))
-        at = (PERPLEXITY, ends[-1], tables_of(placement))
-        cells[at] = LengthCell(PERPLEXITY, ends[-1], placement, tasks(ends))
+        at = (PERPLEXITY, ends[-1], tables_of(tier_choice))
+        cells[at] = LengthCell(PERPLEXITY, ends[-1], tier_choice, tasks(ends))
         for variant, context_len in measured:
             of_variant[variant, context_len][PERPLEXITY] = at
 
@@ -314,10 +314,10 @@ def _readings(
     return tasks
 
 
-def _path(placement: TierChoice, num_positions: int) -> list[tuple[int, Profile]]:
+def _path(tier_choice: TierChoice, num_positions: int) -> list[tuple[int, Profile]]:
     """Return the profiles of a prompt's first positions, each with its end."""
     path: list[tuple[int, Profile]] = []
-    for tier in placement.prompt_tiers:
+    for tier in tier_choice.prompt_tiers:
         if path and path[-1][1] == tier.profile:
             path.pop()
         path.append((min(tier.ceiling, num_positions), tier.profile))
@@ -331,6 +331,6 @@ def _place(
 ) -> TierChoice:
     untouched = variant.policy is None and not plan.carries_scaling
     asked = RopeRequest(rope_type="default") if untouched else RopeRequest()
-    placement = deployments[variant].place(asked, len(task.prompt_ids), task.sampling.max_tokens)
+    tier_choice = deployments[variant].choose(asked, len(task.prompt_ids), task.sampling.max_tokens)
     # The cell keeps only the deployment's table.
-    return replace(placement, deployment="eval", requested_factor=None)
+    return replace(tier_choice, deployment="eval", requested_factor=None)

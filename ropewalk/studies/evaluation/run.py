@@ -100,8 +100,8 @@ def _rows(
     rows = []
     for variant, context_len in itertools.product(plan.variants, plan.context_lens):
         of_kind = grid.of_variant[variant, context_len]
-        placement = grid.cells[next(iter(of_kind.values()))].placement
-        factor = placement.tier_covering(context_len).factor
+        tier_choice = grid.cells[next(iter(of_kind.values()))].tier_choice
+        factor = tier_choice.tier_covering(context_len).factor
         answered = {
             task: _pair_up(grid.cells[of_kind[task]], scores[of_kind[task]]) for task in plan.tasks
         }

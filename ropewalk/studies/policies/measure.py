@@ -188,9 +188,9 @@ def _live(
         last = choose_tier(deployment.own_tiers, window.num_tokens - 1, window.num_tokens - 1)
         assert last is not None
         asked = RopeRequest(policy="fixed", factor=last.factor)
-    placement = deployment.place(asked, len(window.prompt_ids), max_tokens)
+    tier_choice = deployment.choose(asked, len(window.prompt_ids), max_tokens)
     # Each window has its own salt, so that it does not share pages with another.
-    request = Request(f"window-{number}", window.prompt_ids, params, placement, str(number))
+    request = Request(f"window-{number}", window.prompt_ids, params, tier_choice, str(number))
     forced = ForcedTokens(window.forced_ids, checkpoint.vocab_size)
     return RequestState.of(request, checkpoint.tokenizer, frozenset(), recording.listen, forced)
 

@@ -22,17 +22,17 @@ def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:
     """The error has the code, the numbers and the hint of any request that is too long."""
     deployment = plain().within_cache(512)
     assert (deployment.max_len, plain().within_cache(2048)) == (512, plain())
-    assert deployment.place(RopeRequest(), 512, 1).tier.factor == 2
+    assert deployment.choose(RopeRequest(), 512, 1).tier.factor == 2
     with pytest.raises(ContextLengthError) as caught:
-        deployment.place(RopeRequest(), 500, 100)
+        deployment.choose(RopeRequest(), 500, 100)
     assert caught.value.code == "context_length_exceeded"
     assert (caught.value.details["n_prompt_tokens"], caught.value.details["n_ctx"]) == (500, 512)
     told = str(caught.value)
     assert "maximum context length is 512 tokens (what the KV cache holds)" in told
     assert told.endswith("configured with a larger KV cache. max_tokens may be at most 13.")
-    deployment.place(RopeRequest(), 500, 13)
+    deployment.choose(RopeRequest(), 500, 13)
     with pytest.raises(ContextLengthError, match=r"256 tokens \(the requested factor 1\)"):
-        deployment.place(RopeRequest(policy="fixed", factor=1), 300, 1)
+        deployment.choose(RopeRequest(policy="fixed", factor=1), 300, 1)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_sentence_about_a_long_request_names_its_limit(
 ) -> None:
     """A larger cache or context alone is suggested only if the factor suffices."""
     with pytest.raises(ContextLengthError) as caught:
-        deployment.place(RopeRequest(), num_prompt, max_tokens)
+        deployment.choose(RopeRequest(), num_prompt, max_tokens)
     assert re.search(".*".join(map(re.escape, end.split("*"))), str(caught.value)), caught.value
     assert caught.value.param == ("max_tokens" if num_prompt <= deployment.max_len else "prompt")
 
@@ -63,5 +63,5 @@ def test_a_sentence_about_a_long_request_names_its_limit(
 def test_an_error_does_not_name_max_tokens_that_the_client_did_not_send() -> None:
     """The prompt alone is too long then."""
     with pytest.raises(ContextLengthError, match=r"has 1025 prompt tokens\. A rope ") as caught:
-        plain().place_open(RopeRequest(), 1025)
+        plain().choose_open(RopeRequest(), 1025)
     assert (caught.value.details["max_tokens"], caught.value.param) == (None, "prompt")

@@ -58,21 +58,21 @@ def test_the_default_is_yarn_by_position_on_one_two_four() -> None:
 def test_max_tokens_bounds_a_request_and_chooses_nothing(policy: Policy) -> None:
     """All but the last token take a position: prompt + max(0, max_tokens - 1)."""
     deployment = plain(rope_policy=policy)
-    placed = {deployment.place(RopeRequest(), 250, each) for each in (0, 1, 7, 8, 775)}
+    placed = {deployment.choose(RopeRequest(), 250, each) for each in (0, 1, 7, 8, 775)}
     assert [each.tier.factor for each in placed] == [1]
-    assert deployment.place(RopeRequest(), 257, 0).tier.factor == 2
-    assert deployment.place(RopeRequest(), 1024, 1).tier.factor == 4
+    assert deployment.choose(RopeRequest(), 257, 0).tier.factor == 2
+    assert deployment.choose(RopeRequest(), 1024, 1).tier.factor == 4
     with pytest.raises(ContextLengthError, match="max_tokens may be at most 775"):
-        deployment.place(RopeRequest(), 250, 776)
+        deployment.choose(RopeRequest(), 250, 776)
 
 
 def test_the_policy_of_release_0_1_is_another_name() -> None:
     """Configurations and requests that say `pinned` get the tier of the prompt, and growth."""
-    assert plain().place(RopeRequest(policy="pinned"), 300, 9).policy == "grow"
+    assert plain().choose(RopeRequest(policy="pinned"), 300, 9).policy == "grow"
 
 
 def test_a_growing_request_is_on_the_lowest_tier_that_covers_its_tokens() -> None:
-    placed = plain(rope_policy="grow").place(RopeRequest(), 100, 700)
+    placed = plain(rope_policy="grow").choose(RopeRequest(), 100, 700)
     covering = [placed.tier_covering(each).factor for each in (1, 256, 257, 512, 513, 799)]
     assert covering == [1, 1, 2, 2, 4, 4]
 
@@ -80,7 +80,7 @@ def test_a_growing_request_is_on_the_lowest_tier_that_covers_its_tokens() -> Non
 def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> None:
     """The error states the needed factor in its message and in its details."""
     with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
-        plain().place(RopeRequest(), 1024, 2)
+        plain().choose(RopeRequest(), 1024, 2)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.details["n_ctx"] == 1024
     assert caught.value.details["rope"]["factor_that_fits"] == 5.0
@@ -88,44 +88,44 @@ def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> 
 
 def test_untouched_requests_say_so() -> None:
     """The native table is called `default`, whatever the deployment's method is."""
-    short = plain().place(RopeRequest(), 10, 5)
+    short = plain().choose(RopeRequest(), 10, 5)
     assert (short.tier.profile.scaling.rope_type, short.tier.factor) == ("default", 1.0)
     assert short.tier.profile.scaling == Unscaled()
-    long = plain().place(RopeRequest(), 300, 5)
+    long = plain().choose(RopeRequest(), 300, 5)
     assert (long.tier.profile.scaling.rope_type, long.tier.factor) == ("yarn", 2.0)
 
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
     """The policy `fixed` with yarn is static YaRN."""
     deployment = plain(rope_scaling=YARN_4, rope_policy="fixed")
-    placed = deployment.place(RopeRequest(), 3, 2)
+    placed = deployment.choose(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
 
 def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
     """Raised factors keep the tables few; the request gets back both factors."""
-    placed = plain().place(RopeRequest(factor=2.5), 3, 2)
+    placed = plain().choose(RopeRequest(factor=2.5), 3, 2)
     assert (placed.tier.factor, placed.requested_factor) == (4.0, 2.5)
-    placed = plain().place(RopeRequest(factor=2.0), 600, 2)
+    placed = plain().choose(RopeRequest(factor=2.0), 600, 2)
     assert placed.tier.factor == 4.0
     with pytest.raises(ContextLengthError):
-        plain().place(RopeRequest(factor=2.0, policy="fixed"), 600, 2)
+        plain().choose(RopeRequest(factor=2.0, policy="fixed"), 600, 2)
 
 
 def test_default_extrapolates_because_it_was_asked_for() -> None:
     """The rope type `default` is served up to the deployment's longest length."""
-    placed = plain().place(RopeRequest(rope_type="default"), 1000, 2)
+    placed = plain().choose(RopeRequest(rope_type="default"), 1000, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.profile.scaling) == (
         "default",
         Unscaled(),
     )
     with pytest.raises(ContextLengthError):
-        plain().place(RopeRequest(rope_type="default"), 1025, 2)
+        plain().choose(RopeRequest(rope_type="default"), 1025, 2)
 
 
 def test_other_methods_have_the_same_ceilings() -> None:
     """Each method keeps its own default parameters."""
-    placed = plain().place(RopeRequest(rope_type="dynamic"), 300, 2)
+    placed = plain().choose(RopeRequest(rope_type="dynamic"), 300, 2)
     assert placed.tier.profile.scaling == DynamicNTK(
         factor=1.0, original_max_position_embeddings=256, num_tokens=512
     )
@@ -150,7 +150,7 @@ def test_a_rope_object_that_is_not_allowed_is_refused_by_field(
 ) -> None:
     """The error of a refused field states the limit and the value."""
     with pytest.raises(RequestError, match=message) as caught:
-        plain().place(asked, 3, 2)
+        plain().choose(asked, 3, 2)
     assert caught.value.param == param
 
 
@@ -159,35 +159,35 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
     deployment = plain(allowed_rope_types=["yarn", "linear"], max_rope_factor=2.0)
     assert deployment.rope_types == ["linear", "yarn"]
     with pytest.raises(RequestError, match="between 1 and 2"):
-        deployment.place(RopeRequest(factor=4.0), 3, 2)
-    assert deployment.place(RopeRequest(), 1000, 2).tier.factor == 4.0
+        deployment.choose(RopeRequest(factor=4.0), 3, 2)
+    assert deployment.choose(RopeRequest(), 1000, 2).tier.factor == 4.0
 
 
 @pytest.mark.parametrize("policy", ["fixed", "grow"])
 def test_a_factor_that_an_answer_reports_may_be_sent_back(policy: Any) -> None:
     """A request may name the factor that it has anyway, also above max_rope_factor."""
     deployment = plain(rope_policy=policy, rope_scaling=YARN_4, max_rope_factor=2.0)
-    reported = deployment.place(RopeRequest(), 600, 100).tier
+    reported = deployment.choose(RopeRequest(), 600, 100).tier
     assert reported.factor == 4
     asked = RopeRequest("yarn", 4.0, policy, 256)
-    assert deployment.place(asked, 600, 100).tier == reported
-    assert deployment.place_open(asked, 600)[1].tier == reported
+    assert deployment.choose(asked, 600, 100).tier == reported
+    assert deployment.choose_open(asked, 600)[1].tier == reported
     if policy == "grow":
         with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 4"):
-            deployment.place(asked, 500, 10)
+            deployment.choose(asked, 500, 10)
     else:
         with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 3"):
-            deployment.place(RopeRequest(factor=3.0), 500, 10)
+            deployment.choose(RopeRequest(factor=3.0), 500, 10)
     with pytest.raises(RequestError, match=r"only reported, and must be 256\. Given: 64"):
-        deployment.place(RopeRequest(original_len=64), 3, 2)
+        deployment.choose(RopeRequest(original_len=64), 3, 2)
 
 
 def test_max_model_len_ends_the_last_tier_early() -> None:
     """The setting max_model_len cannot lengthen a tier."""
     deployment = plain(max_model_len=700)
-    assert deployment.place(RopeRequest(), 700, 1).tier.factor == 4.0
+    assert deployment.choose(RopeRequest(), 700, 1).tier.factor == 4.0
     with pytest.raises(ContextLengthError, match="maximum context length is 700"):
-        deployment.place(RopeRequest(), 701, 1)
+        deployment.choose(RopeRequest(), 701, 1)
     with pytest.raises(RopeConfigError, match="must be <= the longest tier"):
         plain(max_model_len=1025)
 
@@ -220,7 +220,7 @@ def test_tiers_and_a_factor_must_agree() -> None:
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     """All lengths of a scaled checkpoint use one table, and requests cannot change it."""
     deployment = scaled()
-    placed = deployment.place(RopeRequest(), 3, 2)
+    placed = deployment.choose(RopeRequest(), 3, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.factor, placed.policy) == (
         "yarn",
         4.0,
@@ -229,14 +229,14 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=64)
     assert deployment.max_len == 256
     with pytest.raises(RequestError, match=r"rope\.policy"):
-        deployment.place(RopeRequest(policy="grow"), 3, 2)
+        deployment.choose(RopeRequest(policy="grow"), 3, 2)
 
 
 def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     """The override replaces the checkpoint's block, as in transformers."""
     block = {**YARN_BLOCK, "factor": 8.0}
     deployment = scaled(rope_scaling=block, rope_policy="fixed")
-    placed = deployment.place(RopeRequest(), 3, 2)
+    placed = deployment.choose(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
     assert deployment.max_len == 512
     assert scaled(rope_scaling=block).tiers == deployment.tiers
@@ -245,7 +245,7 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
 def test_an_override_may_undo_trained_in_scaling() -> None:
     """The rope type `default` then means the plain table, not the checkpoint's."""
     deployment = scaled(rope_scaling={"rope_type": "default"}, rope_policy="fixed")
-    assert deployment.place(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
+    assert deployment.choose(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
     with pytest.raises(RopeConfigError, match="must be stated to replace"):
         scaled(rope_scaling={"rope_type": "linear", "factor": 2}, rope_policy="fixed")
 
@@ -253,11 +253,11 @@ def test_an_override_may_undo_trained_in_scaling() -> None:
 def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
     """The served length is the factor times the original length."""
     deployment = scaled()
-    placed = deployment.place(RopeRequest(rope_type="default"), 3, 2)
-    assert placed.tier.profile == deployment.place(RopeRequest(), 3, 2).tier.profile
+    placed = deployment.choose(RopeRequest(rope_type="default"), 3, 2)
+    assert placed.tier.profile == deployment.choose(RopeRequest(), 3, 2).tier.profile
     assert (placed.original_len, placed.tier.factor, deployment.native_len) == (64, 4.0, 256)
     with pytest.raises(ContextLengthError, match="A rope factor of 5 "):
-        deployment.place(RopeRequest(), 300, 1)
+        deployment.choose(RopeRequest(), 300, 1)
 
 
 @pytest.mark.parametrize("factor", [1.3, 3.3, 2.0])
@@ -265,7 +265,7 @@ def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
     """The ceiling of a fractional factor is rounded to whole tokens, but the factor is not."""
     block = {"rope_type": "linear", "factor": factor}
     for policy in ("fixed", "grow"):
-        placed = plain(rope_scaling=block, rope_policy=policy).place(
+        placed = plain(rope_scaling=block, rope_policy=policy).choose(
             RopeRequest(), int(256 * factor), 0
         )
         assert placed.tier.factor == factor
@@ -278,8 +278,8 @@ def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
     assert deployment.policy == "grow"
     assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]
     rotary = LONGROPE.rotary
-    short = deployment.place(RopeRequest(), 64, 6).tier.profile.scaling.frequencies(rotary)
-    long = deployment.place(RopeRequest(), 65, 5).tier.profile.scaling.frequencies(rotary)
+    short = deployment.choose(RopeRequest(), 64, 6).tier.profile.scaling.frequencies(rotary)
+    long = deployment.choose(RopeRequest(), 65, 5).tier.profile.scaling.frequencies(rotary)
     assert float(short.inv_freq_P[0]) == 1.0
     assert float(long.inv_freq_P[0]) == 0.25
     assert short.attention_factor == long.attention_factor > 1
@@ -297,20 +297,20 @@ def test_the_rope_of_a_short_answer_can_be_requested() -> None:
     for policy in POLICIES:
         deployment = plain(allowed_rope_types=["yarn"], rope_policy=policy)
         asked = RopeRequest(rope_type="default")
-        reported = deployment.place(asked, 250, 7)
-        assert reported.tier == deployment.place(RopeRequest(policy="grow"), 250, 7).tier
+        reported = deployment.choose(asked, 250, 7)
+        assert reported.tier == deployment.choose(RopeRequest(policy="grow"), 250, 7).tier
         with pytest.raises(
             RequestError, match=r"within the native length \(256 tokens\) only"
         ) as no:
-            deployment.place(asked, 250, 8)
+            deployment.choose(asked, 250, 8)
         assert no.value.param == "rope.rope_type"
         assert "is 257 positions. Beyond, the field must be one of yarn." in str(no.value)
-        assert deployment.place_open(asked, 250)[0] == 7
+        assert deployment.choose_open(asked, 250)[0] == 7
         with pytest.raises(ContextLengthError, match="context length is 1024 tokens"):
-            deployment.place(asked, 1024, 2)
+            deployment.choose(asked, 1024, 2)
     block = {**YARN_BLOCK, "factor": 8.0}
     with pytest.raises(RequestError, match=r"must be yarn\. Given: default"):
-        scaled(rope_scaling=block, rope_policy="fixed").place(
+        scaled(rope_scaling=block, rope_policy="fixed").choose(
             RopeRequest(rope_type="default"), 3, 2
         )
 

@@ -26,7 +26,7 @@ def test_each_method_has_the_factor_and_a_block_keeps_its_other_fields() -> None
         exact_rope_factors=[1.3],
     )
     scalings = {
-        name: deployment.place(RopeRequest(name, 1.3, is_exact=True), 300, 1).tier.profile.scaling
+        name: deployment.choose(RopeRequest(name, 1.3, is_exact=True), 300, 1).tier.profile.scaling
         for name in ("yarn", "linear", "ntk")
     }
     assert scalings == {
@@ -39,7 +39,7 @@ def test_each_method_has_the_factor_and_a_block_keeps_its_other_fields() -> None
 def test_without_exact_the_factor_of_no_tier_is_raised() -> None:
     """A further table changes nothing for requests that do not name it."""
     deployment = plain(exact_rope_factors=[1.3])
-    assert deployment.place(RopeRequest(factor=1.3), 300, 1).tier.factor == 2
+    assert deployment.choose(RopeRequest(factor=1.3), 300, 1).tier.factor == 2
     assert deployment.own_tiers == plain().own_tiers
     assert num_profiles([deployment]) > num_profiles([plain()])  # room is made at the start
 
@@ -49,8 +49,8 @@ def test_a_factor_above_the_operators_limit_cannot_be_named() -> None:
     deployment = plain(exact_rope_factors=[3.0], max_rope_factor=2)
     for factor in (3.0, 4.0):
         with pytest.raises(RequestError, match="between 1 and 2"):
-            deployment.place(RopeRequest(factor=factor, is_exact=True), 100, 1)
-    assert deployment.place(RopeRequest(factor=2.0, is_exact=True), 100, 1).tier.factor == 2
+            deployment.choose(RopeRequest(factor=factor, is_exact=True), 100, 1)
+    assert deployment.choose(RopeRequest(factor=2.0, is_exact=True), 100, 1).tier.factor == 2
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def test_an_answer_may_run_to_the_longest_context(
     end = 512 if policy == "fixed" and "factor" in asked else 1024
     if num_prompt_tokens > end:
         return
-    max_tokens, placed = served.place_open(rope, num_prompt_tokens)
+    max_tokens, placed = served.choose_open(rope, num_prompt_tokens)
     assert num_prompt_tokens + max_tokens - 1 == end
-    assert placed == served.place(rope, num_prompt_tokens, 1)
+    assert placed == served.choose(rope, num_prompt_tokens, 1)
 
 
 @pytest.mark.parametrize("max_len", [100, 257, 1000])
@@ -37,6 +37,6 @@ def test_max_model_len_and_the_cache_end_it(max_len: int) -> None:
     stated = make_deployment("m", NATIVE, DeploymentOptions(max_model_len=max_len))
     held = make_deployment("m", NATIVE).within_cache(max_len)
     for served in (stated, held):
-        assert served.place_open(RopeRequest(), 60)[0] == max_len - 59
+        assert served.choose_open(RopeRequest(), 60)[0] == max_len - 59
         assert served.longest_prompt(RopeRequest(), None) == max_len - 31
         assert served.longest_prompt(RopeRequest(), 7) == max_len - 6

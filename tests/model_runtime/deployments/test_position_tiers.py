@@ -185,20 +185,20 @@ def test_a_request_names_an_allowed_method_with_the_servers_parameters() -> None
     """Other numbers are refused with both of them, because each would be another table."""
     made = deployment(allowed_positions=["rerope", "self_extend", "native"])
     asked = RopeRequest(positions={"method": "rerope", "window": 128})
-    tier = made.place(asked, 500, 10).tier
+    tier = made.choose(asked, 500, 10).tier
     assert tier.profile == Profile(tier.profile.scaling, 256, ReRope(128))
-    assert made.place(asked, 100, 10).tier.profile.positions is None
-    assert made.place(RopeRequest(), 500, 10).tier.profile.positions is None
+    assert made.choose(asked, 100, 10).tier.profile.positions is None
+    assert made.choose(RopeRequest(), 500, 10).tier.profile.positions is None
     with pytest.raises(RequestError, match=r"`rope\.positions\.window` must be 128.* Given: 64"):
-        made.place(RopeRequest(positions={"method": "rerope", "window": 64}), 500, 10)
+        made.choose(RopeRequest(positions={"method": "rerope", "window": 64}), 500, 10)
     with pytest.raises(RequestError, match="is not a field of this method"):
-        made.place(RopeRequest(positions={"method": "rerope", "group": 64}), 500, 10)
+        made.choose(RopeRequest(positions={"method": "rerope", "group": 64}), 500, 10)
     with pytest.raises(RequestError, match=r"must be one of native, rerope, self_extend \(allowed"):
-        made.place(RopeRequest(positions={"method": "sinks"}), 500, 10)
+        made.choose(RopeRequest(positions={"method": "sinks"}), 500, 10)
     with pytest.raises(RequestError, match="go with `rope_type` default"):
-        made.place(RopeRequest(rope_type="yarn", positions={"method": "rerope"}), 500, 10)
+        made.choose(RopeRequest(rope_type="yarn", positions={"method": "rerope"}), 500, 10)
     with pytest.raises(ContextLengthError):
-        made.place(RopeRequest(rope_type="default", positions={"method": "native"}), 500, 10)
+        made.choose(RopeRequest(rope_type="default", positions={"method": "native"}), 500, 10)
 
 
 def test_a_deployment_without_allowed_positions_accepts_its_own_and_native() -> None:
@@ -206,14 +206,14 @@ def test_a_deployment_without_allowed_positions_accepts_its_own_and_native() -> 
     made = deployment({"method": "sinks"})
     assert made.position_methods == ["native", "sinks"]
     asked = RopeRequest(positions={"method": "native"})
-    assert made.place(asked, 200, 10).tier.profile.positions is None
+    assert made.choose(asked, 200, 10).tier.profile.positions is None
     with pytest.raises(ContextLengthError):
-        made.place(asked, 300, 10)
+        made.choose(asked, 300, 10)
     assert deployment().position_methods == []
     with pytest.raises(
         RequestError, match="must be absent, unless the operator allows methods with allowed_pos"
     ):
-        deployment().place(asked, 200, 10)
+        deployment().choose(asked, 200, 10)
 
 
 METHODS = ("dual_chunk", "rerope", "self_extend", "sinks", "string")
@@ -271,5 +271,5 @@ def test_a_listed_method_follows_the_longest_context() -> None:
 def test_a_longest_context_below_the_trained_length_serves_open_requests() -> None:
     made = deployment({"method": "rerope", "when": "always"}, max_model_len=100)
     assert [(tier.ceiling, tier.factor) for tier in made.own_tiers] == [(100, 1.0)]
-    assert made.place(RopeRequest(), 60, 10).tier.ceiling == 100
-    assert made.place_open(RopeRequest(), 60)[0] == 41
+    assert made.choose(RopeRequest(), 60, 10).tier.ceiling == 100
+    assert made.choose_open(RopeRequest(), 60)[0] == 41

@@ -20,15 +20,15 @@ from tests.doubles.scripted_model import Script
 from tests.doubles.tokens import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
-NOWHERE: Any = None  # a placement, which answers do not read
+NOWHERE: Any = None  # which answers do not read
 
 
 def outputs_of(text: str, eos: str = "", **sampling: Any) -> list[Output]:
     """The outputs of an answer whose tokens are the bytes of a text."""
-    placement: TierChoice = NOWHERE
+    tier_choice: TierChoice = NOWHERE
     params = SamplingParams(max_tokens=100, logprobs=0, **sampling)
     made = Answer(
-        Request("a", (1,), params, placement), TOKENIZER, frozenset(TOKENIZER.encode(eos))
+        Request("a", (1,), params, tier_choice), TOKENIZER, frozenset(TOKENIZER.encode(eos))
     )
     found: list[Output] = []
     for token_id in TOKENIZER.encode(text):

@@ -43,9 +43,9 @@ config = EngineConfig(kv_cache_tokens=256, max_model_len=128, enforce_eager=True
 engine = build_engine(checkpoint, config)
 engine.start()
 deployment = make_deployment("one", checkpoint.native, DeploymentOptions())
-placement = deployment.place(RopeRequest(), 3, 2)
+tier_choice = deployment.choose(RopeRequest(), 3, 2)
 sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-(outputs,) = engine.generate([Request("one", (5, 6, 7), sampling, placement)])
+(outputs,) = engine.generate([Request("one", (5, 6, 7), sampling, tier_choice)])
 assert sum(len(each.token_ids) for each in outputs) == 2, outputs
 engine.stop()
 print(type(checkpoint.model.model.norm).__name__)

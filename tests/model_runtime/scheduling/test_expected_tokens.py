@@ -23,9 +23,9 @@ def test_no_page_is_taken_for_tokens_that_may_come() -> None:
     )
     for max_tokens in (4, 1024 - PAGE + 1):
         plan = Scheduler(config)
-        placement = DEPLOYMENT.place(RopeRequest(), PAGE, max_tokens)
+        tier_choice = DEPLOYMENT.choose(RopeRequest(), PAGE, max_tokens)
         for number in range(8):
             sampling = SamplingParams(max_tokens=max_tokens)
-            plan.add(Sequence(Request("r", (number,) * PAGE, sampling, placement)))
+            plan.add(Sequence(Request("r", (number,) * PAGE, sampling, tier_choice)))
         assert len(plan.schedule().chunks) == 8
         assert plan.pages.pool.num_used == 8

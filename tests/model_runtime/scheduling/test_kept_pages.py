@@ -21,9 +21,9 @@ def sequence(
 ) -> Sequence:
     """A sequence under sinks; a growing one is native up to 32 tokens."""
     tiers = (NATIVE, SINKS) if policy.startswith("grow") else (SINKS,)
-    placement = TierChoice("m", tiers[0], tiers[1:], policy, None, 32)
+    tier_choice = TierChoice("m", tiers[0], tiers[1:], policy, None, 32)
     params = SamplingParams(max_tokens=10**6, **sampling)
-    return Sequence(Request("r", tuple(range(num_tokens)), params, placement, salt))
+    return Sequence(Request("r", tuple(range(num_tokens)), params, tier_choice, salt))
 
 
 def scheduler(num_pages: int) -> Scheduler:
@@ -60,7 +60,7 @@ def test_the_pool_stays_bounded_over_100_000_tokens(policy: Policy) -> None:
     """Decoding holds the pages of 5 sinks and 20 recent tokens, and a page or two beside them."""
     plan = scheduler(60)
     one = sequence(10, policy)
-    most = most_pages(one.request.placement, PAGE, CHUNK)
+    most = most_pages(one.request.tier_choice, PAGE, CHUNK)
     assert most is not None
     plan.add(one)
     held = []

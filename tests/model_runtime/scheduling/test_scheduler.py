@@ -19,9 +19,9 @@ def sequence(
 ) -> Sequence:
     """A sequence with that many prompt tokens, all alike."""
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    placement = DEPLOYMENT.place(RopeRequest(), num_prompt_tokens, max_tokens)
+    tier_choice = DEPLOYMENT.choose(RopeRequest(), num_prompt_tokens, max_tokens)
     prompt_ids = tuple([0] * num_prompt_tokens)
-    return Sequence(Request("r", prompt_ids, sampling, placement, salt, priority=priority))
+    return Sequence(Request("r", prompt_ids, sampling, tier_choice, salt, priority=priority))
 
 
 def scheduler(**config: Any) -> Scheduler:

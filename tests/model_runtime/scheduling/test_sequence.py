@@ -25,6 +25,6 @@ def test_a_position_is_computed_under_the_table_of_its_policy(
     """A table of ceiling 512 covers the positions up to 511."""
     native = native_rope({"max_position_embeddings": 256, "head_dim": 8})
     options = DeploymentOptions(rope_scaling=YARN, rope_policy=policy)
-    placement = make_deployment("m", native, options).place(RopeRequest(), 300, 400)
-    found = Sequence(Request("r", (0,) * 300, SamplingParams(max_tokens=400), placement))
+    tier_choice = make_deployment("m", native, options).choose(RopeRequest(), 300, 400)
+    found = Sequence(Request("r", (0,) * 300, SamplingParams(max_tokens=400), tier_choice))
     assert [found.tier_at(at).ceiling for at in (0, 255, 256, 511, 512)] == ceilings

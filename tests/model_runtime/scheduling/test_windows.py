@@ -51,9 +51,9 @@ def sequence(
     num_tokens: int, tier: Tier = PLAIN, salt: str = "", max_tokens: int = LAST
 ) -> Sequence:
     """A sequence of one tier, whose tokens count up."""
-    placement = TierChoice("m", tier, (), "fixed", None, 32)
+    tier_choice = TierChoice("m", tier, (), "fixed", None, 32)
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(Request("r", tuple(range(num_tokens)), params, placement, salt))
+    return Sequence(Request("r", tuple(range(num_tokens)), params, tier_choice, salt))
 
 
 def step(plan: Scheduler, windows: tuple[int | None, ...]) -> None:

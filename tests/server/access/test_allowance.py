@@ -218,7 +218,7 @@ def test_a_trace_that_fails_gives_the_place_back() -> None:
     """A failure of the traces would otherwise hold a key's bound for good."""
     case, closed = Case(max_running=1), list[OpenRequest]()
     native = native_rope({"max_position_embeddings": 64, "head_dim": 8})
-    tier = make_deployment("m", native).place(RopeRequest(), 3, 2).tier
+    tier = make_deployment("m", native).choose(RopeRequest(), 3, 2).tier
 
     async def serve() -> None:
         await (await case.entering())

@@ -54,7 +54,7 @@ DEPLOYMENT = make_deployment(
     "tiny", NATIVE, DeploymentOptions(rope_policy="grow", max_rope_factor=4.0)
 )
 PROMPT_IDS = tuple(byte_tokenizer().encode("ab"))
-PLACEMENT = DEPLOYMENT.place(RopeRequest(), 2, 100)
+PLACEMENT = DEPLOYMENT.choose(RopeRequest(), 2, 100)
 TIERS = (PLACEMENT.tier, *PLACEMENT.higher_tiers)
 TEXTS = ("a", "", '"\\/', "\x00\x08\t\n\x0c\r\x1f\x7f\x80", "é\u2028\ufeff\uffff", "𝄞", "</s>")
 LOGPROB = TokenLogprob(97, -0.5, ((97, -0.5), (98, float("-inf"))))

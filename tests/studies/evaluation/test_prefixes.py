@@ -115,11 +115,11 @@ def test_a_length_has_the_numbers_of_a_request_of_its_own(measured: Run) -> None
         for variant, deployment in subject.deployments.items():
             asked = RopeRequest(rope_type="default" if variant.policy is None else None)
             for context_len in LENS:
-                placement = deployment.place(asked, context_len, 0)
+                tier_choice = deployment.choose(asked, context_len, 0)
                 sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
                 expected = []
                 for number, prompt in enumerate(prompts_of(plan, texts)):
-                    request = Request(f"{number}", prompt[:context_len], sampling, placement)
+                    request = Request(f"{number}", prompt[:context_len], sampling, tier_choice)
                     (outputs,) = engine.generate([request])
                     entries = [each for output in outputs for each in output.prompt_logprobs]
                     assert entries[0] is None
@@ -144,7 +144,7 @@ def test_a_request_measures_all_lengths_that_it_reads_alike(measured: Run) -> No
         assert len(cell.tasks) == 2, "one request a text"
         (ends,) = {task.of.ends for task in cell.tasks}
         assert {len(task.prompt_ids) for task in cell.tasks} == {ends[-1]}
-        found.append((ends, cell.placement.policy, cell.placement.tier.factor))
+        found.append((ends, cell.tier_choice.policy, cell.tier_choice.tier.factor))
     assert sorted(found) == [
         ((128, 256, 512, 1024), "fixed", 4),
         ((128, 256, 512, 1024), "grow", 1),  # the untouched table, which is asked for by name
@@ -256,7 +256,7 @@ def test_a_stated_length_is_where_tiers_begin(tmp_path: Path, embedded: Checkpoi
         assert factors[None, context_len] == 1
         assert factors["fixed", context_len] == 2
         assert factors["by_position", context_len] == own
-    (by_position,) = (each.placement for each in run.cells if each.placement.lower_tiers)
+    (by_position,) = (each.tier_choice for each in run.cells if each.tier_choice.lower_tiers)
     assert [tier.ceiling for tier in by_position.prompt_tiers] == [128, 256]
     scaled = AutoModelForCausalLM.from_pretrained(
         EMBEDDED_MODEL,
@@ -271,8 +271,8 @@ def test_a_stated_length_is_where_tiers_begin(tmp_path: Path, embedded: Checkpoi
     (cell,) = (
         each
         for each in run.cells
-        if (each.placement.tier.factor, each.context_len) == (2, 256)
-        and not each.placement.lower_tiers
+        if (each.tier_choice.tier.factor, each.context_len) == (2, 256)
+        and not each.tier_choice.lower_tiers
     )
     row = run.row(Variant("yarn", "fixed"), 256)
     for task, window in zip(cell.tasks, row["windows"], strict=True):

@@ -43,9 +43,9 @@ class Bench:
 
     def add(self, num_tokens: int, salt: str = "", priority: int = 0) -> Sequence:
         """Queue a prompt."""
-        placement = DEPLOYMENT.place(RopeRequest(), num_tokens, 4)
+        tier_choice = DEPLOYMENT.choose(RopeRequest(), num_tokens, 4)
         sampling = SamplingParams(max_tokens=4)
-        asked = Request("r", (0,) * num_tokens, sampling, placement, salt, priority=priority)
+        asked = Request("r", (0,) * num_tokens, sampling, tier_choice, salt, priority=priority)
         sequence = Sequence(asked)
         self.scheduler.add(sequence)
         return sequence
