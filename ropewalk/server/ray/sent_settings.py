@@ -19,7 +19,7 @@ from ropewalk.server.settings.route_settings import (
 
 _OF_THE_EDGE = {"config", "host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts"}
 # The router adds at most its key, an identity, a request id and the framing to a head.
-_SPARE_HEADERS, _SPARE_HEADER_BYTES = 8, 2048
+_SPARE_HEADER_BYTES = 2048
 _STEP_TOKENS = 2048  # the least of the defaults; the device of an actor is not known here
 _SPARE_CONNECTIONS = 16  # of a server, beside requests: looks at its health and its metrics
 
@@ -53,7 +53,6 @@ class SentSettings:
             # By the public address, not by its own.
             "playground": "always" if has_playground(settings) else "never",
             "max_connections": settings.max_connections + _SPARE_CONNECTIONS,
-            "max_headers": settings.max_headers + _SPARE_HEADERS,
             "max_header_bytes": settings.max_header_bytes + _SPARE_HEADER_BYTES,
         }
         return cls(

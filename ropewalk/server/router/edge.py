@@ -6,13 +6,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ropewalk.server.middleware.head_checks import HeadChecksMiddleware
+from ropewalk.server.middleware.host_check import HostCheckMiddleware
 from ropewalk.server.router.app import RouterApp
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.router.upstream import Target
 from ropewalk.server.settings.route_settings import RouteSettings
-from ropewalk.server.startup.gate import head_rules_of
+from ropewalk.server.startup.gate import allowed_hosts_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -24,10 +24,10 @@ class Edge:
     def __init__(self, settings: RouteSettings, *, is_open: bool) -> None:
         """`is_open`: whether hosts are checked though none is named."""
         self.fleet = Fleet(settings)
-        # The servers see the router's own heads, so their checks would find nothing.
-        rules = head_rules_of(settings, is_open=is_open)
+        # The servers see the router's own Host header, so their checks would find nothing.
+        hosts = allowed_hosts_of(settings, is_open=is_open)
         app = RouterApp(settings, self.fleet, RouteMetrics())
-        self.app: ASGIApp = HeadChecksMiddleware(app, rules)
+        self.app: ASGIApp = app if hosts is None else HostCheckMiddleware(app, hosts)
         self.end_requests = app.end_requests
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.ensure_future(self.fleet.run())

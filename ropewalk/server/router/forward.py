@@ -37,7 +37,7 @@ _NOT_SENT_ON = _OF_A_CONNECTION | {
 }
 _NOT_SENT_BACK = _OF_A_CONNECTION | {b"date", b"server"}
 _BUSY = frozenset({429, 503})
-_IS_FULL = re.compile(rb'"code": ?"(?:bodies|connections)_full"')  # the server is well
+_IS_FULL = re.compile(rb'"code": ?"bodies_full"')  # the server is well
 _HAS_STOPPED = re.compile(rb'"code": ?"engine_stopped"')
 _PAUSE_S = 1.0  # before a stream asks busy servers again
 _MOST_UNSENT = 100  # tries that reach no server

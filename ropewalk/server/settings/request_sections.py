@@ -202,9 +202,6 @@ class LimitSettings(Section):
         unit="bytes",
         ge=1024,
     )
-    max_headers: int = setting(
-        100, "Most headers of a request. More get 431.", unit="headers", ge=1
-    )
     max_json_depth: int = setting(
         64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=400
     )
@@ -218,24 +215,12 @@ class LimitSettings(Section):
     )
     max_connections: int = setting(
         1024,
-        "Most open connections. A new one replaces the one that has been idle longest.",
+        "Most open connections. While there are so many, every request gets 503.",
         unit="connections",
         ge=1,
     )
-    head_timeout_seconds: float = setting(
-        20.0,
-        "Time for a request's head to arrive. Then the connection is closed.",
-        unit="seconds",
-        gt=0,
-    )
     body_timeout_seconds: float = setting(
         60.0, "Time for a request's body to arrive. Later bodies get 408.", unit="seconds", gt=0
-    )
-    send_timeout_seconds: float = setting(
-        60.0,
-        "Time for a client to read what was sent. Then its request is aborted.",
-        unit="seconds",
-        gt=0,
     )
     max_request_seconds: float | None = setting(
         None,

@@ -130,12 +130,9 @@ class EdgeSettings(Section):
         unit="bytes",
         ge=1024,
     )
-    max_headers: int = _as_in(LimitSettings, "max_headers")
     max_header_bytes: int = _as_in(LimitSettings, "max_header_bytes")
     max_connections: int = _as_in(LimitSettings, "max_connections")
-    head_timeout_seconds: float = _as_in(LimitSettings, "head_timeout_seconds")
     body_timeout_seconds: float = _as_in(LimitSettings, "body_timeout_seconds")
-    send_timeout_seconds: float = _as_in(LimitSettings, "send_timeout_seconds")
     shutdown_timeout_seconds: float = _as_in(LimitSettings, "shutdown_timeout_seconds")
     log_format: Literal["logfmt", "json", "console"] = _as_in(LogSettings, "log_format")
     log_level: Literal["debug", "info", "warning", "error"] = _as_in(LogSettings, "log_level")

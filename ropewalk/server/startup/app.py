@@ -32,7 +32,7 @@ from ropewalk.server.middleware.auth import (
     RouterMiddleware,
 )
 from ropewalk.server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
-from ropewalk.server.middleware.head_checks import HeadChecksMiddleware, HeadRules
+from ropewalk.server.middleware.host_check import AllowedHosts, HostCheckMiddleware
 from ropewalk.server.middleware.http_metrics import HttpMetricsMiddleware
 from ropewalk.server.page.docs_page import HEADERS, address_of, render
 from ropewalk.server.page.page_files import page_files
@@ -53,7 +53,6 @@ _ANSWERS = {
     "413": "The body is too large.",
     "415": "The body is compressed.",
     "429": "The queue is full, or a bound of the API key is reached; with Retry-After.",
-    "431": "Too many headers.",
     "500": "A bug of the server.",
     "503": "The model loads, the process ends, or the engine failed; with Retry-After.",
 }
@@ -119,7 +118,7 @@ def _tell_errors(operation: dict[str, Any], path: str, needs_key: bool) -> None:
 
 def _statuses(operation: dict[str, Any], path: str, needs_key: bool) -> Iterator[str]:  # noqa: FBT001
     """Yield the statuses of the errors that a route can answer."""
-    yield from ("400", "403", "431", "500", "503")
+    yield from ("400", "403", "500", "503")
     if needs_key:
         yield "401"
     has_body = "requestBody" in operation
@@ -154,7 +153,7 @@ class AccessPolicy:
     access_log: Logged | None = None  # the requests that have a line; None: no request
     spans: SpanSource | None = None  # None: no traces
     allowed_origins: Sequence[str] = ()
-    head: HeadRules = field(default_factory=HeadRules)
+    hosts: AllowedHosts | None = None  # None: any host
     body: BodyLimits = field(default_factory=BodyLimits)
 
 
@@ -203,7 +202,8 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(HeadChecksMiddleware, rules=gate.head)
+    if gate.hosts is not None:
+        app.add_middleware(HostCheckMiddleware, hosts=gate.hosts)
     app.add_middleware(RouterMiddleware, key=gate.router_key, only=gate.router_only)
     app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)

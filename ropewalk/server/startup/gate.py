@@ -97,7 +97,7 @@ def url_of(settings: "ServeSettings | RouteSettings", listener: socket.socket) -
 if TYPE_CHECKING:
     from ropewalk.server.access.key_ring import KeyRing
     from ropewalk.server.middleware.body_limits import BodyLimits
-    from ropewalk.server.middleware.head_checks import HeadRules
+    from ropewalk.server.middleware.host_check import AllowedHosts
     from ropewalk.server.startup.app import AccessPolicy
 
 
@@ -258,20 +258,20 @@ def access_policy_of(
         spans=spans_of(settings),
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
-        head=head_rules_of(settings, is_open=is_open),
+        hosts=allowed_hosts_of(settings, is_open=is_open),
         body=body_limits_of(settings, max_len),
     )
 
 
-def head_rules_of(settings: "ServeSettings | RouteSettings", *, is_open: bool) -> "HeadRules":
-    """Build the rules of heads. `is_open`: whether hosts are checked though none is named."""
-    from ropewalk.server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
+def allowed_hosts_of(
+    settings: "ServeSettings | RouteSettings", *, is_open: bool
+) -> "AllowedHosts | None":
+    """Return the allowed hosts; None: any. `is_open`: they are checked though none is named."""
+    from ropewalk.server.middleware.host_check import AllowedHosts  # noqa: PLC0415
 
-    has_hosts = settings.allowed_hosts or is_open
-    hosts = None
-    if has_hosts and "*" not in settings.allowed_hosts:
-        hosts = AllowedHosts.of(settings.allowed_hosts)
-    return HeadRules(settings.max_headers, hosts)
+    if "*" in settings.allowed_hosts or not (settings.allowed_hosts or is_open):
+        return None
+    return AllowedHosts.of(settings.allowed_hosts)
 
 
 def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, cast
 import structlog
 import uvicorn
 
-from ropewalk.server.middleware.acceptor import Acceptor
 from ropewalk.server.middleware.availability import AvailabilityGate
-from ropewalk.server.middleware.connections import (
-    ConnectionLimits,
-    LimitedProtocol,
-    OpenConnections,
-)
+from ropewalk.server.middleware.connections import ChunkProtocol
 from ropewalk.server.process.hangups import Hangups, SignalTimes, end_at_once
 from ropewalk.server.settings.load import ServeSettings
 
@@ -109,8 +104,7 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and say so."""
-        await super().startup([])  # uvicorn accepts nothing itself
-        self._accept(sockets or [])
+        await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._on_start()
 
@@ -119,21 +113,6 @@ class GracefulServer(uvicorn.Server):
         await super().main_loop()
         if self._loading is not None:
             await self._loading  # a signal while it runs ends the process at once
-
-    def _accept(self, sockets: Sequence[socket.socket]) -> None:
-        """Accept connections of these sockets."""
-        settings, config = self._settings, self.config
-        limits = ConnectionLimits(
-            settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
-        )
-        shared = OpenConnections(limits)
-
-        def make_protocol() -> LimitedProtocol:
-            state = self.lifespan.state
-            return LimitedProtocol(config, self.server_state, state, shared=shared)
-
-        acceptors = [Acceptor(each, make_protocol, shared, config.ssl) for each in sockets]
-        self.servers = acceptors  # type: ignore[assignment]  # it closes them, and waits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle a signal: the first one drains, a second one ends the process at once."""
@@ -154,7 +133,7 @@ class GracefulServer(uvicorn.Server):
         self._num_unfinished = max(self._num_unfinished, self.door.num_running)
         if self.force_exit:
             for each in list(self.server_state.connections):
-                cast("LimitedProtocol", each).cut_off()
+                cast("ChunkProtocol", each).cut_off()
         await super().shutdown(sockets)
         self.stop_engine()
         if self._spans is not None:
@@ -199,11 +178,12 @@ def _uvicorn_config(
         lifespan="off",
         loop="asyncio",  # also where an extra has installed another one
         ws="none",
-        http=LimitedProtocol,
+        http=ChunkProtocol,
         log_config=None,  # its lines have the format of ours (server/log_lines.py)
         log_level=settings.log_level if settings.log_level in ("debug", "error") else "warning",
         access_log=False,
         timeout_graceful_shutdown=int(_FAREWELL_S),
+        limit_concurrency=settings.max_connections,
         h11_max_incomplete_event_size=settings.max_header_bytes,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

@@ -11,7 +11,6 @@ from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8, refuse_ro
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, torch_device
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
-from ropewalk.server.process.kernel_folders import refuse_shared_kernels
 from ropewalk.server.process.triton_needs import refuse_without_needs
 from ropewalk.server.settings.load import ServeSettings
 
@@ -54,9 +53,8 @@ def load_model(
 
     `on_native` gets the config's rotary tables before any weight is read. `ranks`: the processes
     that hold the model together, if it is more than this one. Raises ModelError, or SettingsError
-    for a folder of compiled kernels that other users can write, and for what a GPU's kernels lack.
+    for what a GPU's kernels lack.
     """
-    refuse_shared_kernels()
     refuse_without_needs(torch_device(settings.device))
     if ranks is not None and settings.weights == "int8":
         refuse_int8("cpu", is_divided=True)

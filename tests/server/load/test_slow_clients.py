@@ -34,9 +34,7 @@ _MOST_GROWTH_MIB = 150
 _LIMITS = {
     "max_connections": 200,
     "max_total_body_bytes": 4 * 2**20,
-    "head_timeout_seconds": 1.5,
     "body_timeout_seconds": 1.5,
-    "send_timeout_seconds": 1.5,
     "max_unread_tokens": 32,
 }
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaa"
@@ -46,7 +44,6 @@ _STREAM = request(
 )
 _LARGE = 1_000_000  # bytes of a body, of which one never arrives
 _UNFINISHED = request(b" " * _LARGE)[:-1]
-_BURST = int(os.environ.get("BURST_CONNECTIONS", "2000"))
 _WHOLE: Any = {
     "content": b'{"prompt": "a", "max_tokens": 1}' + b" " * _LARGE,
     "headers": {"Content-Type": "application/json"},
@@ -76,13 +73,7 @@ COSTLY: dict[str, Callable[[], bytes]] = {
         b'{"prompt": "a", "logit_bias": {%b}}'
         % b",".join(b'"%07d": 1' % each for each in range(80_000))
     ),
-    "chunks": lambda: _CHUNKED + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
 }
-_CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-)
-_PIPELINED = request(b"", "/openapi.json", method="GET", headers=(), close=False) * 40
 
 
 def has(setting: str) -> bool:
@@ -180,13 +171,13 @@ def all_is_freed(server: Server, descriptors: int) -> None:
 @pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("sent", "first", "limit"),
-    [(_HEAD, 1, "head_timeout_seconds"), (_BODY, _BODY.index(b'"a"'), "body_timeout_seconds")],
+    [(_HEAD, 1, None), (_BODY, _BODY.index(b'"a"'), "body_timeout_seconds")],
     ids=["head", "body"],
 )
 def test_requests_that_come_byte_by_byte_delay_no_others(
-    patient: Server, sent: bytes, first: int, limit: str
+    patient: Server, sent: bytes, first: int, limit: str | None
 ) -> None:
-    """Fifty slow requests come at once; a server with a limit closes them itself."""
+    """Fifty slow requests come at once. The server bounds the time of a body, not of a head."""
     idle_s, descriptors, over = (
         idle_health_s(patient),
         num_descriptors(patient.pid),
@@ -197,7 +188,7 @@ def test_requests_that_come_byte_by_byte_delay_no_others(
         try:
             others_are_served(patient, idle_s, _SLOW_S)
             assert num_descriptors(patient.pid) <= descriptors + _SLOW + 5
-            if has(limit):
+            if limit is not None and has(limit):
                 assert wait_for(lambda: all(is_closed(sock) for sock in socks), _LIMITS[limit] + 5)
                 all_is_freed(patient, descriptors)
         finally:
@@ -206,56 +197,12 @@ def test_requests_that_come_byte_by_byte_delay_no_others(
     all_is_freed(patient, descriptors)
 
 
-@pytest.mark.costly
-def test_more_idle_connections_than_allowed_delay_no_requests(patient: Server) -> None:
-    """Open descriptors stay below the cap, if there is one."""
-    idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
-    most = _LIMITS["max_connections"]
-    with opened(patient, most + 100) as socks:
-        for sock in socks[: most // 2]:
-            with suppress(OSError):  # one that was closed to make room
-                sock.sendall(
-                    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                )  # and then kept open
-        others_are_served(patient, idle_s, 2)
-        if has("max_connections"):
-            assert num_descriptors(patient.pid) <= descriptors + most + 5
-    all_is_freed(patient, descriptors)
-
-
-def test_a_burst_of_connections_never_takes_more_descriptors_than_allowed(patient: Server) -> None:
-    """They come faster than any of them is closed, and each sends a part of a head."""
-    address, before, most = address_of(patient.url), num_descriptors(patient.pid), 0
-    probe = request(b"", "/health", method="GET", headers=())
-    with ExitStack() as at_the_end, ThreadPoolExecutor(8) as pool:
-
-        def connect(_: int) -> None:
-            with suppress(OSError):  # it was closed to make room
-                sock = at_the_end.enter_context(socket(AF_INET, SOCK_STREAM))
-                sock.settimeout(20)
-                sock.connect(address)
-                sock.sendall(b"GET /he")
-
-        connecting = [pool.submit(connect, number) for number in range(_BURST)]
-        while not all(each.done() for each in connecting):
-            most = max(most, *(num_descriptors(patient.pid) for _ in range(20)))
-            assert [reply.status for reply in exchange(address, probe)] == [200]
-    say(f"{most - before} of {_BURST} connections at once")
-    assert most <= before + _LIMITS["max_connections"] + 5
-    all_is_freed(patient, before)
-
-
-def test_a_connection_beyond_the_limit_is_told_so_if_none_is_idle(patient: Server) -> None:
-    """Every place has a request whose body is still to come."""
+def test_connections_beyond_the_limit_get_503_until_there_is_room(patient: Server) -> None:
+    """The limit is uvicorn's own. A connection without a request counts, too."""
     descriptors = num_descriptors(patient.pid)
-    with opened(patient, int(_LIMITS["max_connections"])) as socks:
-        for sock in socks:
-            sock.sendall(_BODY[:-1])
-        time.sleep(1)  # the last of the heads are read, on a loaded machine too
-        (reply,) = exchange(address_of(patient.url), b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert reply.status == 503
-        assert b'"connections_full"' in reply.body
-        assert "Retry-After: 1" in reply.head
+    with opened(patient, int(_LIMITS["max_connections"])):
+        time.sleep(1)  # all are accepted, on a loaded machine too
+        assert httpx.get(f"{patient.url}/version").status_code == 503
     all_is_freed(patient, descriptors)
 
 
@@ -285,7 +232,7 @@ def test_bodies_in_arrival_have_a_bound_together_and_leave_no_memory(patient: Se
 
 
 @pytest.mark.sampled(fixed=0, drawn=2)
-@pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys", "chunks"])
+@pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys"])
 def test_a_costly_body_does_not_hold_the_event_loop(server: Server, kind: str) -> None:
     """Each is as large as the limits allow; probes are answered meanwhile."""
     raw, over = COSTLY[kind](), threading.Event()
@@ -321,23 +268,6 @@ def test_unread_streams_delay_no_requests(patient: Server) -> None:
         assert grown_mib <= _MOST_GROWTH_MIB
         others_are_served(patient, idle_s, 1)
     all_is_freed(patient, descriptors)
-
-
-@pytest.mark.parametrize(
-    "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
-)
-def test_a_client_that_takes_nothing_is_disconnected(patient: Server, raw: bytes) -> None:
-    """A thousand clients that take nothing would hold every connection for ever."""
-    descriptors = num_descriptors(patient.pid)
-    limit_s = _LIMITS["send_timeout_seconds"] + 60  # the streams are computed first
-    try:
-        with opened(patient, 8, tiny=True) as socks:
-            for sock in socks:
-                sock.sendall(raw)
-            assert wait_for(lambda: num_descriptors(patient.pid) == descriptors + 8)
-            assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors, limit_s)
-    finally:
-        assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors)
 
 
 def answered(server: Server) -> int:

@@ -1,7 +1,6 @@
-"""Events of a stream are written past h11, whose bytes and limits they keep."""
+"""Events of a stream are written past h11, whose bytes they keep."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,15 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from ropewalk.server.api.output_queue import EventStream
-from ropewalk.server.middleware.connections import (
-    ConnectionLimits,
-    LimitedProtocol,
-    OpenConnections,
-    chunk_writer,
-)
+from ropewalk.server.middleware.connections import ChunkProtocol, chunk_writer
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-_SEND_TIMEOUT_S = 0.5
 _GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 _EVENTS = [b": open\n\n", *(b"data: %d\n\n" % number for number in range(20)), b"", b"x" * 70_000]
 
@@ -59,10 +52,9 @@ async def served(app: ASGIApp) -> AsyncIterator[Callable[[], Awaitable[Connectio
         h11_max_incomplete_event_size=65536,
     )
     config.load()
-    limits = ConnectionLimits(max_connections=8, head_timeout_s=20, send_timeout_s=_SEND_TIMEOUT_S)
-    shared, state, open_writers = OpenConnections(limits), ServerState(), []
+    state, open_writers = ServerState(), []
     server = await asyncio.get_running_loop().create_server(
-        lambda: LimitedProtocol(config, state, {}, shared=shared), "127.0.0.1", 0
+        lambda: ChunkProtocol(config, state, {}), "127.0.0.1", 0
     )
 
     async def connect() -> Connection:
@@ -147,7 +139,7 @@ def test_a_connection_serves_further_requests_after_a_stream() -> None:
 
 
 def test_a_slow_client_gets_everything_and_holds_the_stream_back() -> None:
-    """It takes longer than the limit, which is one of a single pause."""
+    """No event is made for a client that does not read."""
     events = [b"data: %d%b\n\n" % (number, b"x" * 8000) for number in range(2000)]
 
     async def check() -> None:
@@ -155,31 +147,13 @@ def test_a_slow_client_gets_everything_and_holds_the_stream_back() -> None:
         async with served(app) as connect:
             reader, writer = await connect()
             client = h11.Connection(h11.CLIENT)
-            began = time.monotonic()
             writer.write(asking(client))
-            await asyncio.sleep(0.5 * _SEND_TIMEOUT_S)
-            assert app.num_sent < len(events), "no event is made for a client that does not read"
+            await asyncio.sleep(0.25)
+            assert app.num_sent < len(events)
             while not app.is_closed.is_set():
                 await asyncio.sleep(0.01)
                 client.receive_data(await reader.read(65536))
-            assert time.monotonic() - began > 2 * _SEND_TIMEOUT_S
             assert await body_of(reader, client) == b"".join(events)
-
-    run(check())
-
-
-def test_a_client_that_reads_nothing_is_cut_off_at_the_limit() -> None:
-    """Its stream is closed, which aborts the request."""
-
-    async def check() -> None:
-        app = Streams([b"x" * 8000] * 5000)
-        async with served(app) as connect:
-            _, writer = await connect()
-            writer.write(_GET)
-            began = time.monotonic()
-            await app.is_closed.wait()
-            assert time.monotonic() - began >= 0.9 * _SEND_TIMEOUT_S
-            assert 0 < app.num_sent < 5000
 
     run(check())
 

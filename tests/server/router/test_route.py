@@ -166,20 +166,12 @@ def test_other_routes_and_refusals_are_passed_on(router: str, servers: list[Serv
     assert given.headers["x-request-id"] == "of-the-client"
 
 
-def test_heads_are_checked_as_by_a_server(router: str, servers: list[Server]) -> None:
-    """The router writes its own heads, so a server cannot check those of clients."""
-    refused: list[tuple[dict[str, str], int, str]] = [
-        ({"Host": "page.example"}, 403, "host_not_allowed"),
-        ({"Transfer-Encoding": "chunked", "Content-Length": "5"}, 400, "ambiguous_length"),
-        ({f"X-{number}": "" for number in range(101)}, 431, "headers_too_large"),
-    ]
-    for headers, status, code in refused:
-        for url in (servers[0].url, router):
-            told = httpx.post(
-                f"{url}/v1/completions", content=iter([b"0\r\n\r\n"]), headers=headers
-            )
-            assert told.status_code == status
-            assert told.json()["error"]["code"] == code
+def test_hosts_are_checked_as_by_a_server(router: str, servers: list[Server]) -> None:
+    """The router writes its own Host header, so a server cannot check those of clients."""
+    for url in (servers[0].url, router):
+        told = httpx.post(f"{url}/v1/completions", headers={"Host": "page.example"})
+        assert told.status_code == 403
+        assert told.json()["error"]["code"] == "host_not_allowed"
 
 
 def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
@@ -346,15 +338,14 @@ def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("code", ["bodies_full", "connections_full"])
-def test_a_server_that_is_full_stays_chosen(code: str) -> None:
+def test_a_server_that_is_full_stays_chosen() -> None:
     """It is well, so its pages and its load are still known."""
     with other_server() as other:
-        other.status, other.code = 503, code
+        other.status, other.code = 503, "bodies_full"
         with routed(other.url, num_ready=1) as url:
             for _ in range(3):
                 told = httpx.post(f"{url}/v1/completions", json={}, timeout=60)
-                assert told.json()["error"]["code"] == code
+                assert told.json()["error"]["code"] == "bodies_full"
                 assert metric(url, 'servers{state="ready"}') == 1
 
 

@@ -38,10 +38,10 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 _OF_THE_ROUTER = {
     *("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "max_connections"),
     "playground",
-    *("max_headers", "max_header_bytes", "router_key", "router_only"),
+    *("max_header_bytes", "router_key", "router_only"),
     *ReplicaSettings.model_fields,
 }
-_WIDER = {"max_connections", "playground", "max_headers", "max_header_bytes"}
+_WIDER = {"max_connections", "playground", "max_header_bytes"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))

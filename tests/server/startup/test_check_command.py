@@ -176,7 +176,7 @@ deployments:
     ended = CliRunner().invoke(check, [str(path)])
     assert ended.exit_code == 2
     beginnings = [
-        *("api_key_file: cannot read", "ssl_certfile: cannot read", "chat_template: cannot read"),
+        *("api_key_file: cannot read", "ssl_certfile: cannot use", "chat_template: cannot read"),
         "deployments: a: rope_scaling: mscale: must be >= 0, got -1.0",
         "deployments: b: max_model_len: must be <= the longest tier (",
     ]

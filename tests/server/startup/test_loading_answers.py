@@ -22,7 +22,7 @@ from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
 from tests.servers.processes import command
 
-FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
+FLAGS = {"port": "0", "max_connections": "64"}
 
 
 @contextmanager
@@ -160,18 +160,13 @@ def test_a_large_body_is_read_away() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
 def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
-    """Other clients are answered meanwhile, and the connection ends."""
+    """Other clients are answered meanwhile."""
     with (
-        answering(head_timeout_seconds="1") as (_, _, _, port),
+        answering() as (_, _, _, port),
         socket.create_connection(("127.0.0.1", port), timeout=20) as odd,
     ):
         odd.sendall(sent)
         assert ask(port).status_code == 503
-        try:
-            while odd.recv(65536):
-                pass
-        except ConnectionResetError:
-            assert len(sent) > 65536  # more than a head may have
 
 
 def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:
@@ -200,22 +195,20 @@ def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:
     made = ["openssl", "genpkey", *curve, "-out", str(other)]
     subprocess.run(made, check=True, capture_output=True)
     locked = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAA==\n-----END ENCRYPTED PRIVATE KEY-----\n"
-    broken = "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n"
-    for cert_text, other_text, told in (
-        ("no PEM", key_text, f"ssl_certfile: {certificate} has no certificate in PEM format"),
-        (whole, "no PEM", f"ssl_keyfile: {key} has no private key in PEM format"),
-        (whole, locked, f"ssl_keyfile: the private key in {key} must have no password"),
-        (whole, other.read_text(), f"ssl_keyfile: {key} is not the key of .* in {certificate}"),
-        (broken, key_text, f"ssl_certfile: {certificate} cannot be used with ssl_keyfile {key}: "),
+    for cert_text, other_text in (
+        ("no PEM", key_text),
+        (whole, "no PEM"),
+        (whole, locked),
+        (whole, other.read_text()),
     ):
         certificate.write_text(cert_text)
         key.write_text(other_text)
-        with pytest.raises(SettingsError, match=f"^{told}") as caught:
+        told = f"^ssl_certfile: cannot use {certificate} with ssl_keyfile {key}: "
+        with pytest.raises(SettingsError, match=told):
             check_certificate(load_settings(flags))
-        assert "\n" not in str(caught.value)
-    certificate.write_text(whole)
-    with pytest.raises(SettingsError, match=r"and ssl_keyfile names no other file$"):
-        check_certificate(load_settings({"ssl_certfile": str(certificate)}))
+    key.unlink()
+    with pytest.raises(SettingsError, match="No such file"):
+        check_certificate(load_settings(flags))
 
 
 @pytest.mark.costly
