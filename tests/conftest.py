@@ -120,10 +120,10 @@ def _write_files(terminalreporter: Any, number: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for processes and folders that outlive the tests, once the workers have ended."""
-    if "ropewalk.model_runtime.text.template_processes" in sys.modules:
-        from ropewalk.model_runtime.text.template_processes import template_processes
+    if "ropewalk.model_runtime.text.template_renderer" in sys.modules:
+        from ropewalk.model_runtime.text.template_renderer import template_renderer
 
-        template_processes().close()  # of this process, which keeps them warm as a server would
+        template_renderer().close()  # of this process, which keeps them warm as a server would
     preloaded.close()
     leftovers.end(session)
 

@@ -5,7 +5,7 @@ RopewalkError
 |-- RequestError             the caller's mistake; names field, limit and value
 |   |-- ContextLengthError   more positions than max_model_len or the longest tier covers
 |   |-- CacheCapacityError   more positions than the whole cache holds, within max_model_len
-|   |-- TemplateLimitError   the chat template exceeds its limits on these messages
+|   |-- TemplateLimitError   the chat template exceeds its time on these messages
 |   |-- RequestTimeoutError  the request's time was over before its first token
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
@@ -50,7 +50,7 @@ class CacheCapacityError(RequestError):
 
 
 class TemplateLimitError(RequestError):
-    """The chat template takes more time or memory for the messages than it may, or writes more."""
+    """The chat template takes more time for the messages than it may."""
 
     def __init__(self, excess: str) -> None:
         """`excess` begins with a verb, as "takes more than ..."."""

@@ -1,8 +1,8 @@
 """Render messages into a model's prompt with the tokenizer's own Jinja template.
 
-The text is that of transformers' `apply_chat_template`. A checkpoint's template is not trusted: it
-is compiled and rendered in other processes, in a sandbox and with limits (`template_processes.py`).
-The transcript of a tokenizer without a template is ours, and is rendered here.
+The text is that of transformers' `apply_chat_template`. A checkpoint's template is compiled and
+rendered in another process, in a sandbox and with a limit of time (`template_renderer.py`). The
+transcript of a tokenizer without a template is ours, and is rendered here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,11 @@ from jinja2 import Template
 
 from ropewalk.model_runtime.errors import ModelError, RequestError, TemplateLimitError
 from ropewalk.model_runtime.text.template_process import environment
-from ropewalk.model_runtime.text.template_processes import (
-    DEFAULT_SECONDS,
+from ropewalk.model_runtime.text.template_renderer import (
     TemplateExcessError,
     TemplateProblemError,
     TemplateRefusedError,
-    template_processes,
+    template_renderer,
 )
 
 # Names of templates, as transformers knows them.
@@ -55,17 +54,14 @@ class ChatTemplate:
         self,
         text: str | None,
         special_tokens: Mapping[str, str] | None = None,
-        seconds: float = DEFAULT_SECONDS,
         others: Mapping[str, str] | None = None,
     ) -> None:
         """`text`: None for the fallback. `special_tokens`: by their names in templates.
 
-        `seconds` of processor time are the limit of a rendering. `others` are the tokenizer's named
-        templates beside this one. Raises ModelError for a template that cannot be compiled within
-        the limits.
+        `others` are the tokenizer's named templates beside this one. Raises ModelError for a
+        template that cannot be compiled within the limit.
         """
         self._special_tokens = special_tokens or {}
-        self._seconds = seconds
         self._others = {name: self._named(name, each) for name, each in (others or {}).items()}
         self.is_fallback = text is None
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
@@ -76,7 +72,7 @@ class ChatTemplate:
 
     def _named(self, name: str, text: str) -> "ChatTemplate":
         try:
-            return ChatTemplate(text, self._special_tokens, self._seconds)
+            return ChatTemplate(text, self._special_tokens)
         except ModelError as error:
             raise ModelError(f"{error} (the one named {name!a})") from error
 
@@ -97,7 +93,7 @@ class ChatTemplate:
 
     def _compile(self) -> frozenset[str]:
         try:
-            return template_processes().compile(self.text, self._seconds)
+            return template_renderer().compile(self.text)
         except TemplateRefusedError as error:
             raise ModelError(f"the chat template, {error}") from error
         except TemplateExcessError as error:
@@ -106,11 +102,8 @@ class ChatTemplate:
             raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
     def submit(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "Future[str]":
-        """Render on a thread of the templates' own; the options and errors are those of `render`.
-
-        If many chats wait for a slow template, then nothing else waits for a thread.
-        """
-        return template_processes().submit(partial(self.render, messages, **options))
+        """Render on the templates' own thread; the options and errors are those of `render`."""
+        return template_renderer().submit(partial(self.render, messages, **options))
 
     def render(
         self,
@@ -127,7 +120,7 @@ class ChatTemplate:
         `tools` are functions in OpenAI's shape.
 
         Raises RequestError with the template's own message if it rejects the messages, or
-        TemplateLimitError if it exceeds its limits on them.
+        TemplateLimitError if it exceeds its time on them.
         """
         chat = [_for_template(message) for message in messages]
         last = chat[-1]["content"] if continue_final_message else ""
@@ -169,7 +162,7 @@ class ChatTemplate:
         if self.is_fallback:
             return _fallback().render(values)
         try:
-            return template_processes().render(self.text, values, self._seconds)
+            return template_renderer().render(self.text, values)
         except TemplateRefusedError as error:
             raise RequestError(
                 f"`messages`: the model's chat template refuses them: {error}", param="messages"

@@ -96,13 +96,6 @@ class ModelSettings(Section):
         " or a plain transcript if it has none.",
         unit="path",
     )
-    chat_template_seconds: float = setting(
-        2.0,
-        "Processor time of the chat template for one chat; more is refused.",
-        unit="seconds",
-        ge=0.05,
-        le=3600,
-    )
     allowed_chat_template_kwargs: Names = setting(
         ("enable_thinking", "thinking", "reasoning_effort"),
         "Variables of the chat template that requests may set.",

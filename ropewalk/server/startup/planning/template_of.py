@@ -22,13 +22,12 @@ def chat_template_of(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
     stated = chat_template_text(settings)
-    seconds = settings.chat_template_seconds
     if stated is not None:
-        return ChatTemplate(stated, special_tokens, seconds)
+        return ChatTemplate(stated, special_tokens)
     others = dict(own())
     if others and DEFAULT not in others:
         raise ModelError(
             f"the tokenizer has the chat templates {', '.join(sorted(others))} and none named "
             f"{DEFAULT}, name a file (chat_template)"
         )
-    return ChatTemplate(others.pop(DEFAULT, None), special_tokens, seconds, others)
+    return ChatTemplate(others.pop(DEFAULT, None), special_tokens, others)
