@@ -10,7 +10,7 @@ from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
 from ropewalk.server.settings.sections import DeploymentSettings
-from ropewalk.server.startup.gate import checked, key_warnings
+from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.start import serve_model
 
 
@@ -37,8 +37,6 @@ def serve(**flags: Any) -> None:
         # Errors of named files are reported before anything is imported.
         keys = checked(settings)
         _refuse_before_listening(settings)
-        for warning in key_warnings(settings, stated):
-            teller.say(warning)
         if settings.replicas is not None:
             from ropewalk.server.ray.serving import serve_on_ray  # noqa: PLC0415  # Ray is an extra
 

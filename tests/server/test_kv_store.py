@@ -12,7 +12,7 @@ import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup import named_places
-from ropewalk.server.startup.gate import checked, key_warnings
+from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from tests.server.test_kv_disk import ask, metrics, storing_server
 from tests.servers.processes import Server, without_replicas
@@ -102,15 +102,12 @@ def test_no_sentence_about_an_address_holds_its_password(
 
 
 def test_the_checks_before_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing connects. The line is that of the banner, and a password in a flag is warned of."""
+    """Nothing connects. The line is that of the banner."""
     flags = {"kv_store": f"valkeys://u:{PASSWORD}@kv.invalid/2"}
     settings = load_settings(flags)
     checked(settings)
     lines = outlook_lines(settings, outlook_of(settings))
     assert "    in a store     valkeys://kv.invalid:6379/2, 4 KiB a token" in lines
-    (warning,) = key_warnings(settings, flags)
-    assert "use the variable ROPEWALK_KV_STORE" in warning
-    assert PASSWORD not in warning
     absent = load_settings({"kv_store": f"valkeys://kv?ssl_ca_certs={tmp_path}/ca.pem"})
     with pytest.raises(
         SettingsError, match=r"kv_store: ssl_ca_certs must be a file, got .*ca\.pem"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import structlog
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from ropewalk.server.access.open_request import OpenRequest, SpanSource, open_request
 
@@ -131,7 +131,7 @@ class RequestOpener:
         self._routes = routes
         self._has_keys = has_keys
 
-    def opened(self, scope: Scope, receive: Receive) -> OpenRequest | None:
+    def opened(self, scope: Scope) -> OpenRequest | None:
         """Make the request the current one and return it; None if nothing needs it."""
         log = self._log if self._log is not None and self._log.is_logged(scope) else None
         spans = None
@@ -139,7 +139,7 @@ class RequestOpener:
             spans = self._spans.begin(scope)
         if log is None and spans is None and not self._has_keys:
             return None
-        opened = OpenRequest(receive, partial(self._closed, scope, log), spans)
+        opened = OpenRequest(partial(self._closed, scope, log), spans)
         open_request(opened)
         return opened
 

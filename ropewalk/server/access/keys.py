@@ -21,8 +21,7 @@ class KeyBounds:
     """The bounds of all keys of one name; None: no bound."""
 
     max_running: int | None = None  # answers that the engine may hold at once
-    max_queued: int | None = None  # answers that may wait for one of these
-    max_tokens_per_minute: int | None = None  # of prompts and answers together
+    max_requests_per_minute: int | None = None
 
 
 NO_BOUNDS = KeyBounds()

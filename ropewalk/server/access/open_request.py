@@ -6,15 +6,15 @@ variable. It is set only if keys are configured, or the log or the traces are on
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import structlog
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.rope import Tier
@@ -66,7 +66,6 @@ class SpanSource(Protocol):
 class OpenRequest:
     """An HTTP request. Everything happens on the event loop."""
 
-    receive: Receive
     on_closed: Callable[["OpenRequest"], None]  # when answered, and when its answers have ended
     spans: RequestSpans | None = None
     allowance: Allowance | None = None  # of its key
@@ -86,7 +85,7 @@ class OpenRequest:
     def submitted(self, num: int, num_prompt_tokens: int) -> None:
         self.num_open, self.num_prompt_tokens, self.is_submitted = num, num_prompt_tokens, True
         if self.allowance is not None:
-            self.allowance.charge(num_prompt_tokens, 0)
+            self.allowance.used(num_prompt_tokens, 0)
 
     def answer_ended(self, ended: EndedAnswer) -> None:
         """Note the end of one answer."""
@@ -101,7 +100,7 @@ class OpenRequest:
             before = self.first_token_s
             self.first_token_s = min(ended.first_token_s, before or ended.first_token_s)
         if self.allowance is not None:
-            self.allowance.charge(0, ended.num_generated)
+            self.allowance.used(0, ended.num_generated)
             self.allowance.leave(1)
         if self.spans is not None:
             try:
@@ -116,11 +115,6 @@ class OpenRequest:
         self.status, self.seconds = status, seconds
         if not self.num_open:
             self.on_closed(self)
-
-    async def client_left(self) -> None:
-        """Return when the client has closed the connection; its body must have been read."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
 
 
 def current_request() -> OpenRequest | None:
@@ -138,8 +132,8 @@ def open_request(opened: OpenRequest) -> None:
     _current.set(opened)
 
 
-@asynccontextmanager
-async def admitted(num: int) -> AsyncIterator[None]:
+@contextmanager
+def admitted(num: int) -> Iterator[None]:
     """Hold the places of `num` answers of the current request's key within the block.
 
     Answers that the block submits keep their places until they end. Raises what `Allowance.enter`
@@ -150,7 +144,7 @@ async def admitted(num: int) -> AsyncIterator[None]:
     if opened is None or allowance is None:
         yield
         return
-    await allowance.enter(num, opened.client_left)
+    allowance.enter(num)
     try:
         yield
     finally:

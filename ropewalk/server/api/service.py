@@ -137,8 +137,7 @@ class Service:
 
         `extra_stop` are the stop strings of the chat template. The time of the request bounds the
         block, which ends with RequestTimeoutError. Raises RequestError, QueueFullError,
-        KeyLimitError or EngineStoppedError, or ClientDisconnectedError while the request waits for
-        its key. An error inside the block counts as a rejection, too.
+        KeyLimitError or EngineStoppedError. An error inside the block counts as a rejection, too.
         """
         arrived = time.monotonic()
         with self._rejections_counted(body):
@@ -151,8 +150,8 @@ class Service:
             if body.allowed_token_ids:
                 sampling = replace(sampling, allowed=token_mask(body.allowed_token_ids))
             num = body.num_prompts * body.num_answers
-            async with self._in_time(body), admitted(num):
-                with self.engine.reserve(num) as places:
+            async with self._in_time(body):
+                with admitted(num), self.engine.reserve(num) as places:
                     if body.bad_words:
                         words = await asyncio.to_thread(self._word_ids, body.bad_words)
                         sampling = replace(sampling, bad_words=words)

@@ -65,7 +65,7 @@ class HttpMetricsMiddleware:
             await send(message)
 
         began = time.monotonic()
-        opened = None if self._opener is None else self._opener.opened(scope, receive)
+        opened = None if self._opener is None else self._opener.opened(scope)
         try:
             await self._app(scope, receive, note_status)
         except asyncio.CancelledError:  # the process ends at once (availability.py)

@@ -51,11 +51,6 @@ def route(servers: tuple[str, ...], **flags: Any) -> None:
         if settings.log_format == "json":
             teller.use_json(structlog.get_logger(__name__))
         check_certificate(settings)
-        if "router_key" in stated:
-            teller.say(
-                "warning: router_key is on the command line, which every user of this machine "
-                "can read: use the variable ROPEWALK_ROUTER_KEY"
-            )
         with listening_socket(settings) as listener:
             banner = _banner(settings)
             url = url_of(settings, listener)

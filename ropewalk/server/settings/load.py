@@ -224,14 +224,7 @@ def format_contradictions(settings: ServeSettings) -> Iterator[str]:
 
 def _key_contradictions(settings: ServeSettings) -> Iterator[str]:
     """Yield a sentence for each contradiction between the bounds of keys."""
-    entries = settings.keys or ()
-    yield from _names_given_again("keys", [entry.name for entry in entries])
-    for entry in entries:
-        if entry.max_queued is not None and entry.max_running is None:
-            yield (
-                f"keys: {entry.name}: max_queued needs max_running, for without it no request "
-                f"waits, got {entry.max_queued}"
-            )
+    yield from _names_given_again("keys", [entry.name for entry in settings.keys or ()])
 
 
 def _replica_contradictions(settings: ServeSettings) -> Iterator[str]:

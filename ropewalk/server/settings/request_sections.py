@@ -72,8 +72,7 @@ class KeyEntry(Section):
 
     name: str = Field(min_length=1)
     max_running: int | None = Field(None, ge=1)
-    max_queued: int | None = Field(None, ge=0)
-    max_tokens_per_minute: int | None = Field(None, ge=1)
+    max_requests_per_minute: int | None = Field(None, ge=1)
 
 
 class AccessSettings(Section):
@@ -110,8 +109,8 @@ class AccessSettings(Section):
     )
     keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
         None,
-        "Bounds of named keys: a list of objects with a name and max_running, max_queued or "
-        "max_tokens_per_minute. The keys themselves are in api_key_file.",
+        "Bounds of named keys: a list of objects with a name and max_running or "
+        "max_requests_per_minute. The keys themselves are in api_key_file.",
         unit="JSON",
     )
     share_prefixes: bool = setting(

@@ -4,8 +4,7 @@ Access is API keys, key file, origins and body limits. The checks import nothing
 """
 
 import socket
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,39 +187,8 @@ def key_table_of(settings: ServeSettings) -> KeyTable:
             raise SettingsError(
                 f"keys: {entry.name} has no key, add a line `{entry.name}:KEY` to api_key_file"
             )
-        bounds[entry.name] = KeyBounds(
-            entry.max_running, entry.max_queued, entry.max_tokens_per_minute
-        )
+        bounds[entry.name] = KeyBounds(entry.max_running, entry.max_requests_per_minute)
     return KeyTable(tuple(ApiKey(name, digest_of(key)) for name, key in pairs), bounds)
-
-
-def key_warnings(settings: ServeSettings, flags: Mapping[str, Any]) -> list[str]:
-    """Return a line for each place where other users of this machine can read keys.
-
-    `flags`: the settings that were on the command line.
-    """
-    found = []
-    if "api_key" in flags:
-        found.append(
-            "warning: api_key is on the command line, which every user of this machine can read: "
-            "use api_key_file, or the variable ROPEWALK_API_KEY"
-        )
-    if "router_key" in flags:
-        found.append(
-            "warning: router_key is on the command line, which every user of this machine can "
-            "read: use the variable ROPEWALK_ROUTER_KEY"
-        )
-    if "@" in str(flags.get("kv_store", "")):
-        found.append(
-            "warning: kv_store is on the command line with a password, which every user of this "
-            "machine can read: use the variable ROPEWALK_KV_STORE"
-        )
-    path = settings.api_key_file
-    if path is not None and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
-        found.append(
-            f"warning: api_key_file: every user of this machine can read {path}: chmod o-r"
-        )
-    return found
 
 
 def _in_file(path: Path) -> list[tuple[str, str]]:

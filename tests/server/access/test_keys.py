@@ -119,9 +119,9 @@ def test_no_key_is_kept_or_shown(tmp_path: Path) -> None:
 
 def test_bounds_are_those_of_the_name(tmp_path: Path) -> None:
     """Bounds of `unnamed` hold for all keys without a name together."""
-    bounds = '[{"name": "alice", "max_running": 2, "max_queued": 0}, {"name": "unnamed"}]'
+    bounds = '[{"name": "alice", "max_running": 2}, {"name": "unnamed"}]'
     found = table(tmp_path, "alice:a\nplain\n", keys=bounds)
-    assert found.bounds == {"alice": KeyBounds(2, 0, None), UNNAMED: KeyBounds()}
+    assert found.bounds == {"alice": KeyBounds(2, None), UNNAMED: KeyBounds()}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ def test_bounds_are_those_of_the_name(tmp_path: Path) -> None:
     [
         ("alice:a", '[{"name": "bob"}]', "keys: bob has no key, add a line `bob:KEY`"),
         ("alice:a", '[{"name": "alice"}, {"name": "alice"}]', "name must be given once"),
-        ("alice:a", '[{"name": "alice", "max_queued": 1}]', "max_queued needs max_running"),
         ("alice:a", '[{"name": "alice", "max_runing": 1}]', "Did you mean `max_running`"),
         ("alice:a", '[{"name": "alice", "max_running": 0}]', "keys: alice: max_running: "),
         ("alice:a\nbob:a", "[]", "api_key_file: alice and bob have the same key"),

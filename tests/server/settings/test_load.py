@@ -69,7 +69,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "open_metrics": True,
         "playground": "never",
         "access_log": "all",
-        "keys": [{"name": "a", "max_running": 2, "max_queued": 0, "max_tokens_per_minute": 9}],
+        "keys": [{"name": "a", "max_running": 2, "max_requests_per_minute": 9}],
         "ssl_keyfile": None,
         "router_key": "a-key-of-the-router",
         "router_only": True,

@@ -196,19 +196,3 @@ def test_heads_divide_the_width_where_transformers_demands_it() -> None:
     for kind in sorted(PLAIN_TYPES):
         is_refused = _is_refused(kind, **values)
         assert (impossible({**values, "model_type": kind}) is not None) is is_refused, kind
-
-
-@pytest.mark.costly
-def test_keys_that_others_can_read_are_told_without_the_key(tmp_path: Path) -> None:
-    """A command line is in `ps`; a file that only its owner reads has no warning."""
-    file = tmp_path / "keys"
-    file.write_text("alice:s3cret-in-file\n")
-    flags = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-gib", "1000000")
-    file.chmod(0o644)
-    warned, _ = run(*flags, "--api-key", "s3cret-in-ps", "--api-key-file", str(file))
-    assert "warning: api_key is on the command line" in warned
-    assert f"every user of this machine can read {file}" in warned
-    assert "s3cret" not in warned
-    file.chmod(0o640)
-    env = {"ROPEWALK_API_KEY": "s3cret-in-variable"}
-    assert "warning" not in run(*flags, "--api-key-file", str(file), env=env)[0]
