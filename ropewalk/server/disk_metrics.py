@@ -33,10 +33,6 @@ class DiskMetrics:
         self._tokens = factory.counter(
             "ropewalk_kv_disk_tokens_read", "Tokens of the pages that were read."
         )
-        self._elsewhere = factory.counter(
-            "ropewalk_kv_disk_tokens_elsewhere",
-            "Prompt tokens that were computed though earlier prompts had them at another place.",
-        )
         self._seconds = factory.counter(
             "ropewalk_kv_disk_seconds", "Time that reads and writes of files took.", ["way"]
         )
@@ -59,7 +55,6 @@ class DiskMetrics:
         for reason, number in counts.bad_files.items():
             self._bad.labels(reason).inc(number)
         self._tokens.inc(counts.num_tokens_read)
-        self._elsewhere.inc(counts.num_tokens_elsewhere)
         self._seconds.labels("read").inc(counts.read_s)
         self._seconds.labels("write").inc(counts.write_s)
         self._paused.set(counts.is_paused)

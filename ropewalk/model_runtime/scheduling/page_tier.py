@@ -18,9 +18,6 @@ class PageTier(Protocol):
     def used(self, pages: list[tuple[Key, int]]) -> None:
         """Note that a sequence starts with cached pages, each with its position in its group."""
 
-    def began(self, sequence: Sequence, keys: list[Key]) -> None:
-        """Note that a sequence starts for the first time; `keys` are those it could reuse."""
-
     @property
     def num_awaited(self) -> int:
         """Return the number of sequences that wait for pages, each with all of its pages held."""

@@ -189,8 +189,6 @@ class SequencePages:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             sequence.num_under_others = self._num_under_others(sequence, keys)
-            if self.tier is not None:
-                self.tier.began(sequence, keys)
 
     def _num_under_others(self, sequence: Sequence, keys: list[Key]) -> int:
         """Return the tokens behind those it shares that the cache has under other tables only."""

@@ -24,7 +24,6 @@ class TierCounts:
     )  # by event: read, written, dropped, evicted
     bad_files: Counter[Reason] = field(default_factory=Counter)
     num_tokens_read: int = 0
-    num_tokens_elsewhere: int = 0  # computed, though earlier prompts had them at another place
     read_s: float = 0.0
     write_s: float = 0.0
     num_bytes: int = 0  # of all files, as of the last sweep and what was written since
@@ -64,12 +63,6 @@ class Counting:
         with self._lock:
             self._has_news = True
             self._counts.num_tokens_read += num_tokens
-
-    def elsewhere(self, num_tokens: int) -> None:
-        """Count tokens that a cache without prefixes would have found."""
-        with self._lock:
-            self._has_news = True
-            self._counts.num_tokens_elsewhere += num_tokens
 
     def spent(self, *, read_s: float = 0.0, write_s: float = 0.0) -> None:
         """Add the time that files took."""

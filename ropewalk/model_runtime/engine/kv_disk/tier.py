@@ -18,10 +18,9 @@ from collections.abc import Callable
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes, Done, PageCopies
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
-from ropewalk.model_runtime.engine.kv_disk.elsewhere import Elsewhere
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key, group_of, root_key
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key, group_of
 from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
     stored_key,
@@ -63,7 +62,6 @@ class DiskTier:
         self._reader = reader
         self._counting = counting
         self._pages: SequencePages
-        self._elsewhere: Elsewhere
         self._noted: deque[tuple[Key, int]] = deque()
         self._recent: deque[tuple[float, Key]] = deque()  # read or copied in the last minute
         self._fetches: dict[Sequence, Fetch] = {}
@@ -81,7 +79,6 @@ class DiskTier:
     def serve(self, pages: SequencePages) -> None:
         """Be the tier of the owner of the cache's pages, without threads."""
         self._pages = pages
-        self._elsewhere = Elsewhere(pages.page_size)
         pages.tier = self
 
     @property
@@ -173,14 +170,6 @@ class DiskTier:
             self._recent.popleft()
 
     # Reads
-
-    def began(self, sequence: Sequence, keys: list[Key]) -> None:
-        """Count the prompt's tokens that only a cache without prefixes would have found."""
-        domain = root_key(sequence.tier_at(0).profile, sequence.request.cache_salt)
-        token_ids, num_found = sequence.token_ids, sequence.num_computed
-        num_tokens = self._elsewhere.note(domain, token_ids, keys, num_found)
-        if num_tokens:
-            self._counting.elsewhere(num_tokens)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record how long a step with so many tokens of prompts took."""

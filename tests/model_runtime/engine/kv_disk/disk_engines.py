@@ -48,7 +48,6 @@ class Disk(Observer):
         self.sum.memory += counts.memory
         self.sum.num_memory_bytes = counts.num_memory_bytes
         self.sum.num_tokens_read += counts.num_tokens_read
-        self.sum.num_tokens_elsewhere += counts.num_tokens_elsewhere
         self.sum.is_paused = counts.is_paused
 
 
