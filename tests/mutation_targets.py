@@ -226,7 +226,7 @@ TARGETS = {
         ("server/router/fleet/*.py", "server/router/replay.py"),
         tuple(
             f"tests/server/router/test_{name}.py"
-            for name in ("fleet", "replay", "fleet_page", "fleet_stats", "fingerprint")
+            for name in ("fleet", "replay", "fleet_stats", "fingerprint")
         ),
     ),
     "choice of a replica": Target(

@@ -185,11 +185,18 @@ def test_the_ray_services_pods_are_ones_that_the_cluster_accepts() -> None:
     assert len(images) == 1, "Ray's versions must be equal"
 
 
-def test_the_file_for_ray_changes_the_server_only() -> None:
+def test_the_file_for_ray_changes_the_server_and_what_is_scraped() -> None:
     """It installs an extra that exists, and sets variables that are settings."""
     ray = read("compose.ray.yaml")
-    assert list(ray["services"]) == ["server"]
+    assert list(ray["services"]) == ["server", "prometheus"]
     server = ray["services"]["server"]
+    (scrape,) = read("prometheus.router.yml")["scrape_configs"]
+    (name,) = server["networks"]["default"]["aliases"]
+    assert scrape["static_configs"] == [{"targets": [f"{name}:8000"]}]
+    (volume,) = ray["services"]["prometheus"]["volumes"]
+    source, mounted, _ = volume.split(":")
+    assert (DOCKER / source).is_file()
+    assert mounted in " ".join(ALONE["services"]["prometheus"]["volumes"])
     project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
     assert server["build"]["args"]["EXTRAS"] in project["optional-dependencies"]
     assert "ARG EXTRAS=" in (DOCKER.parent / "Dockerfile").read_text().splitlines()

@@ -87,8 +87,10 @@ def test_the_compose_file_is_that_of_one_server_with_a_router_in_front() -> None
     single, several = read("prometheus.yml"), read("prometheus.router.yml")
     (scrape,) = several["scrape_configs"]
     assert scrape["static_configs"] == [{"targets": ["router:8000"]}]
+    (discovery,) = scrape.pop("http_sd_configs")
+    assert discovery["url"] == "http://router:8000/metrics/servers"
     scrape["static_configs"] = single["scrape_configs"][0]["static_configs"]
-    assert several == single, "all but the target is the same"
+    assert several == single, "all but the targets is the same"
 
 
 def test_promtool_accepts_the_configuration() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qs
 
 import structlog
 
@@ -38,6 +39,8 @@ _EndedBy = Literal["work", "disconnect", "shutdown"]
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _GENERATES = ("/completions", "/responses", "/messages")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_JSON, _TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+_Read = tuple[int, str, bytes]  # status, type and body of an answer
 _LARGE = 1 << 18  # bytes of a body that is read off the event loop
 
 
@@ -77,25 +80,53 @@ class RouterApp:
             content = json.dumps(body).encode()
             await send_whole(send, status, {"Content-Type": "application/json", **headers}, content)
             return
-        if scope["path"] == "/metrics" and scope["method"] == "GET":
-            page = await self._page(scope["headers"])
-            kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-            await send_whole(send, 200, kind, page)
-            return
-        if scope["path"] == "/stats" and scope["method"] == "GET":
-            credentials = [each for each in scope["headers"] if each[0] in _CREDENTIALS]
-            if await self._fleet.collect_stats(credentials):
-                content = self._fleet.stats.render(self._fleet.choice.replicas)
-                await send_whole(send, 200, {"Content-Type": "application/json"}, content)
+        read = {
+            "/metrics": self._page,
+            "/metrics/servers": self._targets,
+            "/stats": self._stats,
+        }.get(scope["path"])
+        if read is not None and scope["method"] == "GET":
+            found = await read(scope)
+            if found is not None:
+                status, kind, content = found
+                await send_whole(send, status, {"Content-Type": kind}, content)
                 return
         await self._pass_on(scope, receive, send)
 
-    async def _page(self, headers: Headers) -> bytes:
-        """Return the router's own metrics, and those of its servers if they allow it."""
-        credentials = [each for each in headers if each[0] in _CREDENTIALS]
-        is_allowed = await self._fleet.collect(credentials)
-        page = self._metrics.page(self._fleet.states(), self._fleet.refused())
-        return page + self._fleet.page.render(self._fleet.choice.replicas) if is_allowed else page
+    async def _page(self, scope: "Scope") -> _Read:
+        """Return the router's own metrics, or with ?server=URL those of a server."""
+        name = parse_qs(scope["query_string"].decode("latin-1")).get("server")
+        if name is None:
+            return 200, _TEXT, self._metrics.page(self._fleet.states(), self._fleet.refused())
+        server = self._fleet.servers.get(name[0])
+        if server is None:
+            told = envelope("The router knows no such server.", "invalid_request_error")
+            return 404, _JSON, json.dumps(told).encode()
+        status, content = await self._fleet.read(server, "/metrics", _credentials(scope))
+        return status, _TEXT if status == 200 else _JSON, content
+
+    async def _targets(self, scope: "Scope") -> _Read | None:
+        """Return the servers' metrics as targets of Prometheus, if one lets the client see them."""
+        for server in self._fleet.usable[:1]:
+            status, content = await self._fleet.read(server, "/metrics", _credentials(scope))
+            if status != 200:
+                return status, _JSON, content
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            targets = [
+                {
+                    "targets": [host],
+                    "labels": {"instance": each.target.name, "__param_server": each.name},
+                }
+                for each in self._fleet.servers.values()
+                if not each.is_removed
+            ]
+            return 200, _JSON, json.dumps(targets).encode()
+        return None
+
+    async def _stats(self, scope: "Scope") -> _Read | None:
+        """Return the numbers of all servers together, if they let the client see them."""
+        found = await self._fleet.stats(_credentials(scope))
+        return None if found is None else (200, _JSON, json.dumps(found).encode())
 
     def _live(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:
         return 200, {}, {"status": "ok"}
@@ -239,6 +270,10 @@ async def _send_json(
 ) -> None:
     named = {"Content-Type": "application/json", "X-Request-Id": request_id.decode(), **headers}
     await send_whole(send, status, named, json.dumps(body).encode())
+
+
+def _credentials(scope: "Scope") -> Headers:
+    return [each for each in scope["headers"] if each[0] in _CREDENTIALS]
 
 
 def _request_id(headers: Headers) -> bytes:

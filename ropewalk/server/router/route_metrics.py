@@ -1,4 +1,4 @@
-"""Counts of a router, and one page of metrics for all of its servers."""
+"""Counts of a router."""
 
 from collections.abc import Mapping
 
@@ -67,7 +67,7 @@ class RouteMetrics:
         self._continued.labels(outcome).inc()
 
     def page(self, states: Mapping[str, str], refused: Mapping[str, int]) -> bytes:
-        """Return the router's own part of the page that Prometheus scrapes."""
+        """Return the page that Prometheus scrapes."""
         num_ready = sum(1 for state in states.values() if state == "ready")
         self._servers.labels("ready").set(num_ready)
         self._servers.labels("other").set(len(states) - num_ready)

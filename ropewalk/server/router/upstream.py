@@ -358,7 +358,6 @@ class Server:
         self.facts: Facts | None = None  # what it serves; None: it has not been asked
         self.facts_at = 0.0  # the loop's time
         self.vote: Facts | None = None  # of a doubtful server, until it has been asked
-        self.page_order = asyncio.Lock()  # no page of metrics overtakes another one
         self.num_cache_tokens = _CACHE_TOKENS
         self.place: str | None = None  # of pages that it shares; None: of none, or not known yet
         self.is_doubtful = asyncio.Event()  # it has to be asked at once

@@ -43,6 +43,8 @@ class History:
         """Keep an answer; `now` is in seconds. Raises ClientError if it has no times by name."""
         if "models" not in stats[_LATENCIES[0]]:
             raise ClientError("the server is of an earlier release, which has no times by name")
+        if self.answers and stats["generated_tokens"] < self.answers[-1][1]["generated_tokens"]:
+            self.answers.clear()  # a server has started again, or has left the router
         self.answers.append((now, stats))
         while len(self.answers) > 2 and self.answers[1][0] <= now - _WINDOW_S:
             self.answers.popleft()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,20 @@ def is_alive(pid: int) -> bool:
 
 
 def metrics_of(server: Server) -> dict[str, float]:
-    """All samples of the metrics page, by name and labels as they are printed."""
-    page = httpx.get(f"{server.url}/metrics", timeout=30).text
-    lines = (line for line in page.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    """The samples of the router and the sums of its servers', by name and labels as printed."""
+    found: dict[str, float] = defaultdict(float)
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        asked: list[dict[str, str]] = [{}]
+        targets = client.get("/metrics/servers")
+        if targets.is_success:  # a server is ready
+            asked += [{"server": each["labels"]["__param_server"]} for each in targets.json()]
+        for parameters in asked:
+            page = client.get("/metrics", params=parameters)
+            for line in page.text.splitlines() if page.is_success else ():
+                if line and not line.startswith("#"):
+                    name, _, value = line.rpartition(" ")
+                    found[name] += float(value)
+    return dict(found)
 
 
 def total(samples: dict[str, float], name: str) -> float:

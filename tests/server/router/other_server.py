@@ -18,7 +18,6 @@ class OtherServer:
         self.is_ready = True
         self.models: dict[str, Any] = {"object": "list", "data": []}
         self.parts: Sequence[bytes] = ()  # of a stream, which is then broken off
-        self.metrics_status = 404
         self.status = 200  # another one is answered instead of the stream
         self.status_afterwards: int | None = None  # as `status`, behind the first stream
         self.code = "of_the_other"
@@ -32,8 +31,6 @@ class OtherServer:
         path = scope["path"]
         if path == "/ready":
             await self._json(send, 200 if self.is_ready else 503, {})
-        elif path == "/metrics":
-            await self._json(send, self.metrics_status, 0)
         elif path == "/v1/models":
             while self.is_hashing:  # noqa: ASYNC110  # another thread sets it
                 await asyncio.sleep(0.01)

@@ -139,21 +139,6 @@ def test_a_doubtful_server_keeps_its_vote_until_it_is_asked() -> None:
     run(test)
 
 
-def test_one_server_that_refuses_a_client_hides_the_metrics_of_all() -> None:
-    """Another one may be open, but sums and labels tell of both."""
-
-    async def test() -> None:
-        with other_server() as first, other_server() as second:
-            first.metrics_status = 200
-            async with watched(first.url, second.url) as fleet:
-                await until(lambda: len(fleet.usable) == 2)
-                assert await fleet.collect([])
-                second.metrics_status = 401
-                assert not await fleet.collect([])
-
-    run(test)
-
-
 def test_servers_that_compute_differently_are_logged_once() -> None:
     async def test() -> None:
         with (

@@ -4,15 +4,11 @@ import json
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.page.stats import read_stats
-from ropewalk.server.router.fleet.fleet_stats import FleetStats
-
-ADDRESSES = ("http://a:1", "http://b:1")
+from ropewalk.server.router.fleet.fleet_stats import summed_stats
 
 
 def metrics() -> Metrics:
@@ -37,116 +33,47 @@ def stats_of(of: Metrics) -> dict[str, Any]:
     return found
 
 
-def changed(of: Metrics, **fields: float) -> bytes:
-    """The answer of /stats with some other numbers."""
-    return json.dumps({**stats_of(of), **fields}).encode()
-
-
 def by_labels(stats: dict[str, Any]) -> dict[str, Any]:
     """The same, whatever the order of the requests; sums are rounded."""
     stats["requests"] = sorted(map(json.dumps, stats["requests"]))
     return json.loads(json.dumps(stats), parse_float=lambda text: round(float(text), 9))  # type: ignore[no-any-return]
 
 
-def noted(fleet: FleetStats, address: str, of: Metrics) -> None:
-    """Tell the fleet what a server answers now."""
-    fleet.note(address, json.dumps(stats_of(of)).encode())
-
-
 def test_counts_are_those_of_one_server_with_all_the_work() -> None:
-    """Also of a server that is gone, and of one whose process was replaced."""
-    fleet, whole = FleetStats(), metrics()
-    for seed, address in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
+    """Cache and queue are added, too."""
+    whole, parts = metrics(), []
+    for number in (1, 2):
         one = metrics()
-        work(one, 1 + 10 // seed)
-        work(whole, 1 + 10 // seed)
-        noted(fleet, address, one)
-    fleet.end("b")
-    found, expected = json.loads(fleet.render(("a", "c"))), stats_of(whole)
+        work(one, number)
+        work(whole, number)
+        one.stepped(number, 10 * number, 0, 4 * number)
+        parts.append(stats_of(one))
+    whole.stepped(3, 30, 0, 6)  # the mean use
+    found, expected = summed_stats(parts), stats_of(whole)
     del expected["start_time_seconds"]  # there are several
-    assert found.pop("kv_cache_tokens") == 2 * expected.pop("kv_cache_tokens")
-    assert found.pop("kv_cache_bytes") == 2 * expected.pop("kv_cache_bytes")
+    for name in ("kv_cache_tokens", "kv_cache_bytes"):
+        assert found.pop(name) == 2 * expected.pop(name)
     assert by_labels(found) == by_labels(expected)
 
 
-def test_queue_and_cache_are_of_the_servers_that_take_requests() -> None:
-    """Numbers of now are not kept."""
-    fleet = FleetStats()
-    for number, address in enumerate(ADDRESSES, 1):
-        one = metrics()
-        one.stepped(number, 10 * number, 0, 4 * number)
-        noted(fleet, address, one)
-    both, first = (json.loads(fleet.render(ADDRESSES[:num])) for num in (2, 1))
-    assert (both["requests_running"], both["requests_waiting"]) == (3, 30)
-    assert both["kv_cache_usage_ratio"] == pytest.approx(0.375)
-    assert (first["requests_running"], first["kv_cache_usage_ratio"]) == (1, 0.25)
-    assert (both["kv_cache_bytes"], first["kv_cache_bytes"]) == (2 * 4608, 4608)
-
-
-def test_host_memory_of_servers_is_added_and_its_size_is_of_now() -> None:
+def test_host_memory_of_servers_is_added() -> None:
     """Each has its own. A server without any, or of an earlier release, adds nothing."""
-    fleet, plain = FleetStats(), metrics()
-    assert stats_of(plain)["kv_offload"] is None
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64, kv_offload_gib=1.0)
-    for number, address in enumerate(ADDRESSES, 1):
+    plain = stats_of(metrics())
+    assert plain["kv_offload"] is None
+    earlier = {name: value for name, value in plain.items() if name != "kv_offload"}
+    found = [plain, earlier]
+    for number in (1, 2):
         one = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
         one.tiered(TierCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
-        assert stats_of(one)["kv_offload"] == {
-            "pages_read": number,
-            "pages_evicted": 4,
-            "bytes": 2**number,
-        }
-        noted(fleet, address, one)
-    noted(fleet, "plain", plain)
-    earlier = stats_of(plain)
-    del earlier["kv_offload"]
-    fleet.note("earlier", json.dumps(earlier).encode())
-    whole, rest = (
-        json.loads(fleet.render((*ADDRESSES[:number], "plain", "earlier")))["kv_offload"]
-        for number in (2, 1)
-    )
-    assert whole == {"pages_read": 3, "pages_evicted": 8, "bytes": 6}
-    assert rest == {"pages_read": 3, "pages_evicted": 8, "bytes": 2}
-    alone = FleetStats()
-    alone.note("earlier", json.dumps(earlier).encode())
-    assert "kv_offload" not in json.loads(alone.render(("earlier",)))
-
-
-def test_an_answer_that_was_overtaken_is_left_out() -> None:
-    """It has smaller counts of the same process, and is no new one."""
-    fleet, one = FleetStats(), metrics()
-    fleet.note("a", changed(one, prompt_tokens=9, generated_tokens=20))
-    fleet.note("a", changed(one, prompt_tokens=9, generated_tokens=19))
-    fleet.note("a", changed(one, prompt_tokens=10, generated_tokens=20))
-    found = json.loads(fleet.render(("a",)))
-    assert (found["prompt_tokens"], found["generated_tokens"]) == (10, 20)
-
-
-def test_a_new_process_counts_beside_the_old_one_even_with_larger_counts() -> None:
-    """Its start tells it."""
-    fleet, one = FleetStats(), metrics()
-    fleet.note("a", changed(one, prompt_tokens=9, start_time_seconds=1.0))
-    fleet.note("a", changed(one, prompt_tokens=10, start_time_seconds=2.0))
-    assert json.loads(fleet.render(("a",)))["prompt_tokens"] == 19
+        found.append(stats_of(one))
+    assert summed_stats(found)["kv_offload"] == {"pages_read": 3, "pages_evicted": 8, "bytes": 6}
+    assert "kv_offload" not in summed_stats([earlier])
 
 
 def test_servers_with_other_context_buckets_are_left_out() -> None:
-    """Their histograms cannot be added; the servers that take requests decide."""
-    fleet, other = FleetStats(), metrics()
+    """Their histograms cannot be added."""
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=64)
-    longer = Metrics(MetricFactory(), (64, 128, 256), config, (), {"pages": 4096})
-    work(other, 1)
-    work(longer, 3)
-    noted(fleet, "gone", other)
-    fleet.end("gone")
-    noted(fleet, "before", other)
-    noted(fleet, "now", longer)
-    found, expected = json.loads(fleet.render(("now",))), stats_of(longer)
-    del expected["start_time_seconds"]
-    assert by_labels(found) == by_labels(expected)
-
-
-def test_another_answer_is_refused() -> None:
-    """It would end the page of all."""
-    with pytest.raises(ValueError, match="no answer of /stats"):
-        FleetStats().note("a", b"[]")
+    longer = stats_of(Metrics(MetricFactory(), (64, 128, 256), config, (), {"pages": 4096}))
+    alike = [stats_of(metrics()) for _ in range(2)]
+    assert summed_stats([longer, *alike]) == summed_stats(alike)

@@ -1,4 +1,4 @@
-"""The metrics of a fleet at its router, and the end of a router under load."""
+"""The metrics of a router and of its servers, and the end of a router under load."""
 
 import os
 import signal
@@ -18,62 +18,56 @@ _ASKED = {"prompt": "import os", "max_tokens": 3, "min_tokens": 3}
 _TURNS = (*ROUTER, "--routing", "round_robin")
 
 
-def value(url: str, series: str) -> float:
-    """The sum of the samples whose names begin so."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
-
-
 def ask(url: str, num: int) -> None:
     for _ in range(num):
         assert httpx.post(f"{url}/v1/completions", json=_ASKED, timeout=60).status_code == 200
 
 
-@pytest.mark.costly
-def test_counts_of_the_fleet_survive_a_killed_server() -> None:
-    """They are those of both servers, before and after one begins anew from zero."""
-    tokens, prompts = "ropewalk_generated_tokens_total", "ropewalk_prompt_tokens_total"
-    firsts = "ropewalk_time_to_first_token_seconds_count{"
-    with restarted(2, *FLAGS) as servers:
-        one, other = servers
-        with routed(one.url, other.url, flags=_TURNS, num_ready=2) as url:
-            ask(url, 6)
-            until(lambda: value(url, tokens) == 18)
-            assert value(one.url, tokens) + value(other.url, tokens) == 18
-            assert value(other.url, tokens) > 0
-            assert value(url, firsts) == 6
-            assert value(url, prompts) == value(one.url, prompts) + value(other.url, prompts)
-            lines = httpx.get(f"{url}/metrics").text.splitlines()
-            for each in servers:
-                assert f'ropewalk_kv_cache_tokens{{server="{each.url}"}} 16384.0' in lines
-            other.end()
-            until(lambda: metric(url, 'servers{state="ready"}') == 1)
-            assert value(url, tokens) == 18
-            page = httpx.get(f"{url}/metrics").text
-            assert f'ropewalk_kv_cache_tokens{{server="{other.url}"}}' not in page
-            other.start()
-            until(lambda: metric(url, 'servers{state="ready"}') == 2)
-            assert value(url, tokens) == 18
-            ask(url, 4)
-            until(lambda: value(url, tokens) == 30)
-            assert value(url, firsts) == 10
-            assert value(other.url, tokens) < 12, "it began at zero"
+def targets(url: str, **headers: str) -> list[tuple[str, str]]:
+    """The name and the page of each server, read as Prometheus reads its targets."""
+    found = httpx.get(f"{url}/metrics/servers", headers=headers).json()
+    pages = []
+    for each in found:
+        (host,), labels = each["targets"], each["labels"]
+        parameters = {"server": labels["__param_server"]}
+        page = httpx.get(f"http://{host}/metrics", params=parameters, headers=headers)
+        pages.append((labels["instance"], page.text if page.is_success else ""))
+    return pages
 
 
-def test_metrics_of_the_fleet_need_the_keys_that_the_servers_ask_for() -> None:
+def test_the_metrics_of_each_server_are_read_through_the_router() -> None:
+    """The sum of the servers' numbers is in /stats; a server that is lost has no page."""
+    with (
+        running_server(*FLAGS) as one,
+        restarted(1, *FLAGS) as (other,),
+        routed(one.url, other.url, flags=_TURNS, num_ready=2) as url,
+    ):
+        ask(url, 4)
+        until(lambda: httpx.get(f"{url}/stats").json()["generated_tokens"] == 12)
+        pages = dict(targets(url))
+        assert set(pages) == {each.url.removeprefix("http://") for each in (one, other)}
+        for page in pages.values():
+            assert "ropewalk_generated_tokens_total 6.0" in page
+        own = httpx.get(f"{url}/metrics").text
+        assert 'ropewalk_router_requests_total{status="200"}' in own
+        assert "ropewalk_generated_tokens_total" not in own
+        other.end()
+        until(lambda: metric(url, 'servers{state="ready"}') == 1)
+        assert [name for name, page in targets(url) if page] == [one.url.removeprefix("http://")]
+        assert httpx.get(f"{url}/metrics?server=http://127.0.0.1:1").status_code == 404
+
+
+def test_metrics_of_servers_need_the_keys_that_the_servers_ask_for() -> None:
     """The router could read them by its own key, which a client has not."""
     with (
         running_server(*FLAGS, "--api-key", "of-a-client") as server,
         routed(server.url, num_ready=1) as url,
     ):
-        told = httpx.get(f"{url}/metrics").text
-        assert "ropewalk_router_refused_servers" in told
-        assert "ropewalk_generated_tokens_total" not in told
-        bearer = {"Authorization": "Bearer of-a-client"}
-        told = httpx.get(f"{url}/metrics", headers=bearer).text
-        assert "ropewalk_generated_tokens_total" in told
-        wrong = {"Authorization": "Bearer of-another"}
-        assert "ropewalk_generated" not in httpx.get(f"{url}/metrics", headers=wrong).text
+        assert httpx.get(f"{url}/metrics").status_code == 200
+        assert "ropewalk_generated" in targets(url, authorization="Bearer of-a-client")[0][1]
+        for headers in ({}, {"authorization": "Bearer of-another"}):
+            for path in ("/metrics/servers", f"/metrics?server={server.url}", "/stats"):
+                assert httpx.get(f"{url}{path}", headers=headers).status_code == 401
 
 
 @pytest.mark.costly

@@ -13,13 +13,12 @@ from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_an
 from ropewalk.server.replicas.choice import ReplicaChoice
 from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.fleet.facts import Facts, Served, difference, facts_of
-from ropewalk.server.router.fleet.fleet_page import FleetPage
-from ropewalk.server.router.fleet.fleet_stats import FleetStats
+from ropewalk.server.router.fleet.fleet_stats import Stats, summed_stats
 from ropewalk.server.router.text_pages import PAGE_TOKENS
 from ropewalk.server.router.upstream import Headers, LostError, Server, Target, targets_of
 from ropewalk.server.settings.route_settings import RouteSettings
 
-_COLLECT_S = 2.0  # for metrics; a server that is slower shows what it had before
+_READ_S = 2.0  # for metrics and /stats
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 
 REFUSALS = ("listing", "fingerprint", "router_key", "pending")
@@ -37,16 +36,12 @@ class Fleet:
         self.servers: dict[str, Server] = {}  # by URL
         self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
         self.agreed: Served | None = None  # by the servers that take requests
-        self.page = FleetPage()
-        self.stats = FleetStats()
-        self._has_open_metrics = False  # the servers ask for no API key
         self._changed = asyncio.Event()
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._found: dict[str, list[Target]] = {}  # by address of the settings
         self._unresolved: dict[str, str] = {}  # why an address has no targets now
         self._has_looked_up = False
         self._told: list[Target] = []  # by `tell`
-        self._ever_told: set[str] = set()
         self._is_mixed = False  # servers that take requests compute on different machines
 
     @property
@@ -94,7 +89,6 @@ class Fleet:
         One that is left out does not come back.
         """
         self._told = list(targets)
-        self._ever_told |= {target.url for target in self._told}
         self._set(self._known())
 
     def _known(self) -> list[Target]:
@@ -148,12 +142,7 @@ class Fleet:
                     await server.is_doubtful.wait()
 
     def _forget(self, server: Server) -> None:
-        """Keep nothing of a removed server but its counts."""
         del self.servers[server.name], self._watching[server.name]
-        self.page.end(server.name)
-        if server.name in self._ever_told:
-            self._ever_told.discard(server.name)
-            self.stats.end(server.name)
         server.pool.lose("its address is gone")
 
     async def _check(self, server: Server) -> None:
@@ -203,51 +192,27 @@ class Fleet:
             return False
         return True
 
-    async def collect(self, credentials: Headers) -> bool:
-        """Ask the servers for their metrics; return whether the client may see them.
+    async def read(self, server: Server, path: str, credentials: Headers) -> tuple[int, bytes]:
+        """Return status and body of a server's short answer, by a client's credentials.
 
-        The servers decide, by the client's credentials, and one that refuses is enough. If none
-        answers, then metrics are shown that were open to everybody before.
+        A server that does not answer in time has 503.
         """
-        asked = [each for each in self.servers.values() if each.is_ready]
-        statuses = await asyncio.gather(*(self._collect(each, credentials) for each in asked))
-        is_refused = bool({401, 403} & {*statuses})
-        is_allowed = 200 in statuses and not is_refused
-        if not credentials and (is_allowed or is_refused):
-            self._has_open_metrics = is_allowed
-        return is_allowed or (not is_refused and self._has_open_metrics)
+        with suppress(TimeoutError, LostError):
+            async with asyncio.timeout(_READ_S):
+                return await server.get(path, self._passed_on(credentials))
+        return 503, b""
 
-    async def collect_stats(self, credentials: Headers) -> bool:
-        """Ask the servers for their /stats; return whether the client may see them."""
-        asked = (self._collect_stats(each, credentials) for each in self.usable)
-        statuses = await asyncio.gather(*asked)
-        return 200 in statuses and not {401, 403} & {*statuses}
+    async def stats(self, credentials: Headers) -> Stats | None:
+        """Return the sum of the /stats of the servers that take requests.
 
-    async def _collect_stats(self, server: Server, credentials: Headers) -> int:
-        with suppress(TimeoutError, LostError, ValueError):
-            async with asyncio.timeout(_COLLECT_S):
-                status, content = await server.get("/stats", self._passed_on(credentials))
-            if status == 200:
-                self.stats.note(server.name, content)
-            return status
-        return 0
-
-    async def _collect(self, server: Server, credentials: Headers) -> int:
-        """Note a server's metrics; return the status of its answer, or 0 without one."""
-        with suppress(TimeoutError, LostError, ValueError):
-            async with asyncio.timeout(_COLLECT_S):
-                status, _ = await self._read_page(server, self._passed_on(credentials))
-            return status
-        return 0
-
-    async def _read_page(self, server: Server, headers: Headers) -> tuple[int, bytes]:
-        """Ask for a server's metrics, and note them. Raises LostError."""
-        async with server.page_order:
-            status, page = await server.get("/metrics", headers)
-            if status == 200 and self.servers.get(server.name) is server:
-                with suppress(ValueError):
-                    self.page.note(server.name, page)
-        return status, page
+        None if there is none, or if a server refuses the credentials.
+        """
+        answers = [self.read(each, "/stats", credentials) for each in self.usable]
+        found = await asyncio.gather(*answers)
+        if {401, 403} & {status for status, _ in found}:
+            return None
+        stats = [json.loads(content) for status, content in found if status == 200]
+        return summed_stats(stats) if stats else None
 
     def _passed_on(self, headers: Headers) -> Headers:
         """Return a client's headers as a server gets them that asks for the router's key."""
@@ -275,7 +240,7 @@ class Fleet:
             self._note(server, is_ready=False, problem=server.problem)
             raise LostError(server.problem)
         server.facts_at = asyncio.get_running_loop().time()
-        status, page = await self._read_page(server, self._own_headers())
+        status, page = await server.get("/metrics", self._own_headers())
         if status == 200:
             server.note_cache(page)
 
