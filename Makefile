@@ -117,7 +117,7 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \
 		tests/model_runtime/attention/test_triton_sealed.py \
-		tests/model_runtime/gpu tests/benchmarks/test_gpu_rotated_keys.py
+		tests/model_runtime/gpu
 	$(GPU_TEST) -m alone tests/gpu
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
@@ -126,7 +126,7 @@ gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables
 	$(GPU_PYTHON) -m benchmarks.gpu_attention --parts decode,prefill,tuning --record build/gpu.jsonl \
 		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
-gpu-bench-model:  ## a whole model there, beside transformers and a conventional cache
+gpu-bench-model:  ## a whole model there, beside transformers
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	$(GPU_PYTHON) -m benchmarks.gpu_model --out $(GPU_OUT) \
 		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"

@@ -25,7 +25,6 @@ from benchmarks.gpu_model_inputs import (
 )
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.model_runner import ModelRunner
 
 Row = dict[str, Any]
 OURS = "ropewalk"
@@ -79,13 +78,12 @@ class Bench:
         records: bool = True,
         max_draft_tokens: int = 0,
         kv_cache_dtype: str = "auto",
-        make: type[ModelRunner] = ModelRunner,
     ) -> Measured:
         """Start an engine of ours, which stops when the stack ends."""
         chunk_len = chunk_len or self.sizes.chunk_len
         config = self.sizes.config(chunk_len, num_sequences, records=records)
         config = replace(config, max_draft_tokens=max_draft_tokens, kv_cache_dtype=kv_cache_dtype)
-        return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
+        return stack.enter_context(measured(self.checkpoint, self.deployment, config))
 
 
 def left_out(what: str, why: str) -> Row:

@@ -19,7 +19,6 @@ from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
-from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.model_runtime.text.grammar import Grammar
 
@@ -180,21 +179,17 @@ class _Watch:
 
 
 class Measured:
-    """One engine over a checkpoint. `make` is its model runner, which decides the kind of cache."""
+    """One engine over a checkpoint."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        deployment: Deployment,
-        config: EngineConfig,
-        make: type[ModelRunner],
+        self, checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig
     ) -> None:
         self._deployment = deployment
         self._ids = itertools.count()
         self._watch = _Watch(0)
         profiles = [tier.profile for tier in deployment.own_tiers]
         self._parts, self._forwards = _Parts(), Forwards()
-        make = timed(make, self._forwards)
+        make = timed(self._forwards)
         self._engine = build_engine(checkpoint, config, self._parts, profiles, make)
         self._forwards.timings.clear()  # of the warm-up
         self._engine.start(after_step=self._mark)
@@ -287,13 +282,10 @@ def _served(begin: float, marks: Sequence[_Mark], answers: tuple[tuple[int, ...]
 
 @contextmanager
 def measured(
-    checkpoint: Checkpoint,
-    deployment: Deployment,
-    config: EngineConfig,
-    make: type[ModelRunner] = ModelRunner,
+    checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig
 ) -> Iterator[Measured]:
     """Yield an engine; when the block ends, stop it and free its memory."""
-    engine = Measured(checkpoint, deployment, config, make)
+    engine = Measured(checkpoint, deployment, config)
     try:
         yield engine
     finally:

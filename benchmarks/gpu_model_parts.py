@@ -1,4 +1,4 @@
-"""The parts of the whole-model benchmark that measure decoding, prompts, growth and rotation."""
+"""The parts of the whole-model benchmark that measure decoding, prompts and growth."""
 
 import json
 import subprocess
@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-from benchmarks.gpu_bench import OURS, WARM_UP_LEN, Bench, Row, left_out
+from benchmarks.gpu_bench import OURS, Bench, Row, left_out
 from benchmarks.gpu_engine import Measured, free_memory
 from benchmarks.gpu_needs import lacks_to_serve
-from benchmarks.gpu_rotated_keys import KINDS
 from benchmarks.gpu_served_parts import (
     arrivals,
     bursts,
@@ -173,34 +172,6 @@ def growth(bench: Bench) -> Iterator[Row]:
             }
 
 
-def rotation(bench: Bench) -> Iterator[Row]:
-    """Measure whole decode steps over the three kinds of cache, in turns at every size."""
-    sizes = bench.sizes
-    with ExitStack() as stack:
-        most = max(count for _, count in sizes.steps)
-        engines = {kind: bench.engine(stack, most, make=make) for kind, make in KINDS.items()}
-        warmed: set[str] = set()
-        for context, count in sizes.steps:
-            for kind, engine in engines.items():
-                what = f"steps at {context} with {count} sequences, {kind}"
-                if not bench.has_time():
-                    yield left_out(what, "no time was left")
-                    continue
-                if kind not in warmed:
-                    engine.serve(bench.prompts.of(sizes.prompt_len), WARM_UP_LEN)
-                    warmed.add(kind)
-                prompts = bench.prompts.of(context - sizes.num_steps, count)
-                # The last token is never read back, so one more token fills the context.
-                served = engine.serve(prompts, sizes.num_steps + 1)
-                yield {
-                    "part": "rotation",
-                    "context": context,
-                    "sequences": count,
-                    "kind": kind,
-                    **served.summary(count),
-                }
-
-
 def server(bench: Bench) -> Iterator[Row]:
     """Run `ropewalk bench` against `ropewalk serve`, and read /metrics."""
     missing = lacks_to_serve()
@@ -217,7 +188,6 @@ def server(bench: Bench) -> Iterator[Row]:
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
-    "rotation": rotation,
     "decode": decode,
     "prefill": prefill,
     "bursts": bursts,

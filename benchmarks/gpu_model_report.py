@@ -115,15 +115,6 @@ _GROWTH: tuple[Column, ...] = (
     ("ms, median step", lambda row: _ms(row["step_s"])),
     ("ms, slowest other", lambda row: _ms(row["slowest_step_s"])),
 )
-_ROTATION: tuple[Column, ...] = (
-    ("context", lambda row: f"{row['context']:,}"),
-    ("sequences", lambda row: str(row["sequences"])),
-    ("ms a step, rotated at read", lambda row: _ms(row["read"])),
-    ("at write", lambda row: _ms(row["write"])),
-    ("not at all", lambda row: _ms(row["none"])),
-    ("read / write", lambda row: _number(_over(row["read"], row["write"]), "{:.3f}")),
-    ("read / not at all", lambda row: _number(_over(row["read"], row["none"]), "{:.3f}")),
-)
 _SERVER_BENCH: tuple[Column, ...] = (
     ("in flight", lambda row: str(row["concurrency"])),
     ("context", lambda row: f"{row['context']:,}"),
@@ -151,10 +142,6 @@ def _ms(seconds: float | None) -> str:
 
 def _number(number: float | None, form: str) -> str:
     return "" if number is None else form.format(number)
-
-
-def _over(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one / other
 
 
 def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
@@ -189,7 +176,6 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
         ("A step that is not captured", _of(rows, "queued"), _QUEUED),
         ("Memory", _of(rows, "memory"), _MEMORY),
         ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),
-        ("What rotating at the read costs", _rotation_rows(rows), _ROTATION),
         ("The server, as its clients see it", _of(rows, "server_bench"), _SERVER_BENCH),
         ("The server, from /metrics", _of(rows, "server_metrics"), _SERVER_METRICS),
     )
@@ -261,22 +247,6 @@ def _decode_rows(rows: Sequence[Row]) -> list[Row]:
         ratio = median(ratios) if ratios and row["who"] != _OURS else None
         found.append({"step_s": None, "share_of_copy": None, **row, "ratio": ratio})
     return sorted(found, key=lambda row: (row["sequences"], row["ratio"] or 0.0))
-
-
-def _rotation_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per size, with the three kinds of cache side by side."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in _of(rows, "rotation"):
-        size = (row["context"], row["sequences"])
-        empty = {
-            "context": size[0],
-            "sequences": size[1],
-            "read": None,
-            "write": None,
-            "none": None,
-        }
-        found.setdefault(size, empty)[row["kind"]] = row["step_s"]
-    return list(found.values())
 
 
 _MARKERS = "os^vD"  # of curves, which may be more than the colours

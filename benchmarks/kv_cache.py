@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.resident import memory_of
 from benchmarks.weights import times_of
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.page_format import (
@@ -49,15 +48,11 @@ class Held:
     runner: ModelRunner
     table_id: int
     pages: list[int]  # in shuffled order
-    num_sequences: int = 1  # of a decode step
 
-    def span(self, token_ids: list[int], first: int, num_rows: int, sequence: int = 0) -> Span:
-        """Return tokens of a sequence, of which the last rows have logits."""
-        each = len(self.pages) // self.num_sequences
-        pages = self.pages[sequence * each : (sequence + 1) * each]
+    def span(self, token_ids: list[int], first: int, num_rows: int) -> Span:
+        """Return tokens of which the last rows have logits."""
         rows = range(len(token_ids) - num_rows, len(token_ids))
-        span = Span(token_ids, first, pages, self.table_id, rows)
-        return span._replace(open_page=sequence)
+        return Span(token_ids, first, self.pages, self.table_id, rows)._replace(open_page=0)
 
     def scored(self, token_ids: list[int], num_rows: int) -> Tensor:
         """Return the logprobs of the last rows, float64 [R, V]."""
@@ -75,28 +70,21 @@ class Held:
         for memory in self.runner.store.page_memory():
             memory[:] = memory[self.pages[0]].copy()
 
-    def prompt(self, num_tokens: int) -> None:
-        """Compute a prompt, in chunks."""
-        for first in range(0, num_tokens, _CHUNK):
-            chunk = list(range(7, 7 + min(_CHUNK, num_tokens - first)))
-            self.runner.run([self.span(chunk, first, 1)])
-
     def decode(self, context: int) -> None:
-        every = range(self.num_sequences)
-        self.runner.run([self.span([9], context - 1, 1, sequence) for sequence in every])
+        self.runner.run([self.span([9], context - 1, 1)])
 
 
-def held(checkpoint: Checkpoint, kind: str, num_tokens: int, num_sequences: int = 1) -> Held:
-    """Build a cache in a format over a loaded model; each sequence has the tokens."""
+def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
+    """Build a cache for one sequence in a format over a loaded model."""
     config = EngineConfig(
-        kv_cache_tokens=num_tokens * num_sequences, max_model_len=num_tokens, page_size=_PAGE,
-        kv_cache_dtype=kind, max_num_seqs=num_sequences,
+        kv_cache_tokens=num_tokens, max_model_len=num_tokens, page_size=_PAGE,
+        kv_cache_dtype=kind, max_num_seqs=1,
     )  # fmt: skip
     runner = build_runner(checkpoint, config)
     native = checkpoint.native
     table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
     order = np.random.default_rng(0).permutation(config.num_pages)
-    return Held(runner, table_id, order.tolist(), num_sequences)
+    return Held(runner, table_id, order.tolist())
 
 
 def quality(
@@ -169,7 +157,8 @@ def _resident_bytes() -> int:
     """Return the resident memory of this process without what a load has left."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return memory_of(os.getpid())["VmRSS"]
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

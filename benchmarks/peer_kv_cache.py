@@ -6,10 +6,6 @@ one after them. Each cache type of keys and values is compared with f32, all wit
 which quantised values need. Then decode steps at the end of the text take turns, on one thread. GO
 is a file; the steps begin once it is there, when the machine is quiet.
 
-`... FILE.gguf turns CONTEXT THREADS` times single decode steps for `kv_turns.py`: a line with a
-cache type on standard input, a line with milliseconds on standard output. Its cache is filled with
-copies of one computed chunk, because a step takes as long for any numbers.
-
 Shapes: R = scored rows, V = vocabulary.
 """
 
@@ -17,7 +13,7 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +29,12 @@ _TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}  # numbers of ggml
 class Held:
     """A context over a cache of one type."""
 
-    def __init__(self, path: Path, kind: int, num_tokens: int, num_threads: int = 1) -> None:
+    def __init__(self, path: Path, kind: int, num_tokens: int) -> None:
         params = api.llama_model_default_params()
         self.model = api.llama_model_load_from_file(str(path).encode(), params)
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = num_tokens + 1024, _CHUNK, _CHUNK
-        params.n_threads = params.n_threads_batch = num_threads
-        params.n_seq_max, params.kv_unified = 2, True  # the second one is for `fill`
+        params.n_threads = params.n_threads_batch = 1
         params.type_k = params.type_v = kind
         params.flash_attn_type = 1
         self.context = api.llama_init_from_model(self.model, params)
@@ -69,28 +64,11 @@ class Held:
         logits_RV -= logits_RV.max(1, keepdims=True)
         return (logits_RV - np.log(np.exp(logits_RV).sum(1, keepdims=True))).astype(np.float32)
 
-    def fill(self, context: int) -> None:
-        """Fill a context, whole chunks, with copies of the first chunk."""
-        self.run(list(range(7, 7 + _CHUNK)), 0, 1)
-        size = api.llama_state_seq_get_size(self.context, 0)
-        state = (ctypes.c_uint8 * size)()
-        if api.llama_state_seq_get_data(self.context, state, size, 0) != size:
-            sys.exit("llama_state_seq_get_data failed")
-        memory = api.llama_get_memory(self.context)
-        for first in range(_CHUNK, context, _CHUNK):
-            if api.llama_state_seq_set_data(self.context, state, size, 1) != size:
-                sys.exit("llama_state_seq_set_data failed")
-            api.llama_memory_seq_add(memory, 1, 0, -1, first)
-            api.llama_memory_seq_cp(memory, 1, 0, -1, -1)
-            api.llama_memory_seq_rm(memory, 1, -1, -1)
-        if api.llama_memory_seq_pos_max(memory, 0) != context - 1:
-            sys.exit("the context is not filled")
-
-    def decode(self, context: int, clock: Callable[[], float] = time.process_time) -> float:
-        """Return the time of a decode step, in seconds."""
-        began = clock()
+    def decode(self, context: int) -> float:
+        """Return the processor time of a decode step, in seconds."""
+        began = time.process_time()
         self.run([9], context, 1)
-        taken = clock() - began
+        taken = time.process_time() - began
         api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, context, -1)
         return taken
 
@@ -116,24 +94,8 @@ def losses(
         yield name, held
 
 
-def take_turns(path: Path, context: int, num_threads: int) -> None:
-    """Answer each cache type with the time of a step at the end of the context."""
-    found: dict[str, Held] = {}
-    for line in sys.stdin:
-        name = line.strip()
-        if name not in found:
-            found[name] = Held(path, _TYPES[name], context, num_threads)
-            found[name].fill(context)
-            found[name].decode(context)
-        sys.stdout.write(f"{1e3 * found[name].decode(context, time.perf_counter)}\n")
-        sys.stdout.flush()
-
-
 def main() -> None:
     """Print both tables."""
-    if sys.argv[2] == "turns":
-        take_turns(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
-        return
     path, ids, num_rows = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     *token_ids, last = map(int, ids.read_text().split())
     next_R = np.array([*token_ids, last][-num_rows:])

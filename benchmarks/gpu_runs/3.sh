@@ -3,7 +3,6 @@
 say server 210 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts server --seconds 200 --out "$RESULTS/server"
 say memory 110 "${TEST[@]}" tests/gpu -k "cache_sized or serves_as_on_a_cpu or reference or positions"
-say rotated 40 "${TEST[@]}" tests/benchmarks/test_gpu_rotated_keys.py
 say contenders 150 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts decode,contenders --seconds 120 --out "$RESULTS/contenders"
 say tuning 80 "$PYTHON" -m benchmarks.gpu_attention "${SIZES[@]}" --commit "$COMMIT" \

@@ -51,7 +51,7 @@ def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     by_part: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_part.setdefault(row["part"], []).append(row)
-    measured = ("rotation", "prefill", "first_token", "burst", "arrivals", "sampling", "windows")
+    measured = ("prefill", "first_token", "burst", "arrivals", "sampling", "windows")
     assert set(by_part) >= {*measured, "profile"}
     decodes = {(row["sequences"], row["who"]): row for row in by_part["decode"]}
     ours = decodes[3, "ropewalk"]

@@ -27,24 +27,17 @@ RUNS = {
     "kv_cache": "MODEL --formats int8 --tokens 128 --rows 16 --contexts 128 --rounds 1",
     "kv_disk": "MODEL --lengths 256 --starts off",
     "kv_disk_decode": "MODEL --rounds 6",
-    "kv_value_steps": "MODEL --tokens 128 --scored-rows 16",
     "long_bodies": "URL",
     "made_hybrid": "FOLDER/h.gguf --layers 4 --vocabulary 512",
     "made_llama": "FOLDER/l.gguf --shape medium",
     "made_mixture": f"FOLDER/m.gguf {_TINY_MIXTURE}",
-    "mixes": "MIXTURE",
     "mixtures": "MIXTURE --threads 1 --rounds 3",
     "policies": "URL --text TEXT --prompts 2 --turns 2",
-    "replica_choice": "--requests 60",
-    "resident": "MODEL -- --max-model-len 512",
     "router": "URL ROUTER --streams 2 --tokens 8 --rounds 1",
     "serving": "a=URL --record FOLDER/r.jsonl --scenarios single --rounds 1 --warmup 0 "
     "--vocab-size 2048",
-    "speculation": "URL URL --rounds 1",
     "start": "--rounds 1 --cold-rounds 0",
     "state_drafts": "--layers 4 --rounds 1",
-    "state_prompts": "--layers 4 --tokens 64 --threads 1 --rounds 1",
-    "state_snapshots": "--slots 16",
     "step_floors": "--shape medium --layers 1 --threads 1 --rounds 1",
     "streams": "--streams 4 --rates 500 --seconds 0.5 --rounds 1",
     "weights": "MODEL --ways float32,int8 --rounds 2",
@@ -60,7 +53,7 @@ NOT_RUN = {
     # Parts of others.
     *("gpu_contenders", "stream_server"),
     # They need llama.cpp.
-    *("kv_disk_peer", "kv_needles", "kv_turns", "mixture_peer", "mixtures_beside"),
+    *("kv_disk_peer", "mixture_peer", "mixtures_beside"),
     "peer_kv_cache",
 }
 
