@@ -111,7 +111,7 @@ train: setup  ## the embedded model again, from Python's own library, into build
 # The options of pyproject.toml are strict, and one of its settings is a plugin's that such a machine
 # may lack.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
-	@$(GPU_PYTHON) -m benchmarks.gpu_needs
+	@$(GPU_PYTHON) -m benchmarks.gpu.needs
 	SAMPLE=all OMP_NUM_THREADS=2 $(GPU_TEST) -n $(GPU_WORKERS) --dist load -m "not alone" \
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
@@ -121,14 +121,14 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 	$(GPU_TEST) -m alone tests/gpu
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
-	@$(GPU_PYTHON) -m benchmarks.gpu_needs
+	@$(GPU_PYTHON) -m benchmarks.gpu.needs
 	mkdir -p build
-	$(GPU_PYTHON) -m benchmarks.gpu_attention --parts decode,prefill,tuning --record build/gpu.jsonl \
+	$(GPU_PYTHON) -m benchmarks.gpu.attention --parts decode,prefill,tuning --record build/gpu.jsonl \
 		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
 gpu-bench-model:  ## a whole model there, beside transformers
-	@$(GPU_PYTHON) -m benchmarks.gpu_needs
-	$(GPU_PYTHON) -m benchmarks.gpu_model --out $(GPU_OUT) \
+	@$(GPU_PYTHON) -m benchmarks.gpu.needs
+	$(GPU_PYTHON) -m benchmarks.gpu.model --out $(GPU_OUT) \
 		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
 fix: setup

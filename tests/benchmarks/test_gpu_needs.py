@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_needs
+from benchmarks.gpu import needs
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_bare_python_is_told_all_that_it_lacks() -> None:
     """Python runs with -S, so installed packages are not found."""
-    command = [sys.executable, "-S", "-m", "benchmarks.gpu_needs"]
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu.needs"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
@@ -38,7 +40,7 @@ def test_packages_are_imported_and_not_only_listed(
     package(tmp_path, "cc", "import os; os._exit(7)")
     package(tmp_path, "dd", "")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert gpu_needs.imports({"aa", "bb", "cc", "dd", "ee"}) == {
+    assert needs.imports({"aa", "bb", "cc", "dd", "ee"}) == {
         "aa": ("2.5", None),
         "bb": ("", "RuntimeError: needs NumPy 2.4 or less"),
         "cc": ("", "Python ended with code 7"),
@@ -49,7 +51,7 @@ def test_the_wheels_are_complete() -> None:
     """All that a listed package requires is listed, or comes with torch and transformers."""
     from packaging.requirements import Requirement
 
-    found = gpu_needs.wheels()
+    found = needs.wheels()
     here = {"fastapi", "pydantic-core", "starlette", "annotated-types", "opentelemetry-api"}
     assert here | {"structlog", "llguidance", "httpx", "typing-extensions"} <= set(found)
     assert not {"torch", "numpy", "numba", "transformers", "triton"} & set(found)
@@ -59,7 +61,7 @@ def test_the_wheels_are_complete() -> None:
             asked = Requirement(line)
             if asked.marker is None or asked.marker.evaluate(environment):
                 known = asked.name.lower().replace("_", "-")
-                assert known in found or known in gpu_needs._GIVEN, f"{name} requires {line}"
+                assert known in found or known in needs._GIVEN, f"{name} requires {line}"
                 if known in found:
                     assert asked.specifier.contains(found[known]), f"{name} requires {line}"
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks/gpu_runs"
+FOLDER = ROOT / "benchmarks/gpu/runs"
 MOST_S = 600  # of one script
 
 
@@ -52,7 +54,7 @@ def test_a_line_that_fails_or_hangs_costs_itself_only(tmp_path: Path) -> None:
     """The output of other lines comes back, in two files."""
     script = tmp_path / "run.sh"
     script.write_text(
-        ". benchmarks/gpu_runs/env.sh\n"
+        ". benchmarks/gpu/runs/env.sh\n"
         'say good 20 bash -c "echo one; echo two > $RESULTS/kept.txt"\n'
         "say bad 20 false\n"
         "say hangs 1 sleep 100\n"

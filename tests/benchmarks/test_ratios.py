@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.ratios import Line, Metric, Ratio, ratio, table
+from benchmarks.compare.ratios import Line, Metric, Ratio, ratio, table
 
 RATE = Metric("decode", "tokens/s", higher_is_better=True)
 TIME = Metric("wall time", "s", higher_is_better=False)

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_attention import angle_errors
-from benchmarks.gpu_inputs import LLAMA_3_8B
+from benchmarks.gpu.attention import angle_errors
+from benchmarks.gpu.inputs import LLAMA_3_8B
 from ropewalk.model_runtime.attention.prompt_groups import Mask
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig

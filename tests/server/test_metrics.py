@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.start import cpu_seconds
+from benchmarks.server.start import cpu_seconds
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
 from ropewalk.server.startup.planning.serving_plan import default_context_buckets

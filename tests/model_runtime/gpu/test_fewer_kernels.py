@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from benchmarks import gpu_launches
+from benchmarks.gpu import launches
 from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
 from ropewalk.model_runtime.gpu.gated_block import Activation, GatedBlock, gated
 from ropewalk.model_runtime.gpu.residual_layer import (
@@ -372,7 +372,7 @@ def test_a_model_is_checked_and_served_with_them(
 @pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
 def test_a_layer_of_a_decode_step_has_three_launches_fewer() -> None:
     """Attention's own kernels are counted apart, because they change with its backend."""
-    plain, joined, fused = gpu_launches.rows()
+    plain, joined, fused = launches.rows()
     attention = {
         name: count
         for name, count in fused["kernels"].items()

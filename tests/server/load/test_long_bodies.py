@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.long_bodies import measured
+from benchmarks.server.long_bodies import measured
 from tests.servers.processes import running_server, without_replicas
 
 pytestmark = [pytest.mark.alone, without_replicas]
 
-# `python -m benchmarks.long_bodies` measures the largest bodies of a long context; docs/api.md.
+# `benchmarks.server.long_bodies` measures the largest bodies of a long context; docs/api.md.
 FLAGS = ("--rope-scaling", '{"rope_type": "yarn", "factor": 64}', "--kv-cache-tokens", "32768")
 KINDS = [
     "completions, ids",

@@ -1,0 +1,1 @@
+"""Send the same scenarios to two servers in turns."""

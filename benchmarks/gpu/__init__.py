@@ -1,0 +1,1 @@
+"""Measure attention, one model and the server on a GPU; gpu.md describes it."""

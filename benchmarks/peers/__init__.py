@@ -1,0 +1,1 @@
+"""Measure what other programs do with the same model and load."""

@@ -1,0 +1,1 @@
+"""Measure one server: its start, its streams, its router, and the host's part of a step."""
