@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import (
@@ -23,13 +24,28 @@ from ropewalk.server.strict_json import TwiceError, object_of
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 
 
-def setting(default: Any, text: str, *, unit: str = "", **limits: Any) -> Any:
-    """Declare a setting. `unit` is its value's unit or format, shown in help and docs."""
-    return Field(default, description=text, json_schema_extra={"unit": unit}, **limits)
+def setting(
+    default: Any, text: str, *, unit: str = "", flags: Collection[str] = (), **limits: Any
+) -> Any:
+    """Declare a setting. `unit` is its value's unit or format, shown in help and docs.
+
+    `flags`: those of vLLM, SGLang and llama.cpp that mean the same.
+    """
+    extra = {"unit": unit, "flags": list(flags)}
+    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 def unit_of(field: Any) -> str:
     return str((field.json_schema_extra or {}).get("unit", ""))
+
+
+def flags_of(name: str, field: Any) -> list[str]:
+    """Return the flags of a setting: its own, then those of other servers.
+
+    MODEL is an argument, so it has none of its own.
+    """
+    own = [] if name == "model" else [f"--{name.replace('_', '-')}"]
+    return [*own, *(field.json_schema_extra or {}).get("flags", ())]
 
 
 class _Switch:

@@ -5,10 +5,11 @@ from typing import Any
 
 import click
 
-from ropewalk.server.settings.fields import Section, unit_of
+from ropewalk.server.settings.fields import Section, flags_of, unit_of
 from ropewalk.server.settings.problems import variable_of
-from ropewalk.server.settings.translation import translated
 from ropewalk.server.wording import HelpCommand
+
+_MODEL_FLAG = "model_flag"  # the argument has the name of the setting
 
 
 class SettingOption(click.Option):
@@ -20,17 +21,19 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(HelpCommand):
-    """A command whose help has its flags under headings, and that knows flags of other servers."""
+    """A command whose help has its flags under headings; a flag may name MODEL, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments after those of other servers have been translated."""
-        if ctx.resilient_parsing:  # a shell completes the line, so it may be wrong yet
-            return super().parse_args(ctx, args)
-        return super().parse_args(ctx, translated(args, self.get_params(ctx), self.elsewhere))
-
-    def elsewhere(self, flag: str) -> str | None:  # noqa: ARG002  # a group's commands know
-        """Return the sentence about a flag of another command; None if no command has it."""
-        return None
+        """Parse the arguments, and read MODEL from its flag where the flag stands for it."""
+        rest = super().parse_args(ctx, args)
+        flag = ctx.params.pop(_MODEL_FLAG, None)
+        if flag is None:
+            return rest
+        if ctx.params["model"] is not None:
+            told = f"MODEL is given twice, as {ctx.params['model']} and as --model {flag}."
+            raise click.UsageError(told)
+        ctx.params["model"] = flag
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order of the settings, then the other options."""
@@ -50,13 +53,13 @@ def with_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds one flag per setting, in the order of the sections.
 
-    MODEL is an argument, not a flag. `without` names settings that the command does not use.
+    `without` names settings that the command does not use.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for section in reversed(sections):
             for name, field in reversed(section.model_fields.items()):
-                if name != "model" and name not in without:
+                if name not in without:
                     command = _option(name, field, str(section.__doc__))(command)
         return command
 
@@ -90,4 +93,7 @@ def _option(name: str, field: Any, heading: str) -> Callable[..., Any]:
         options.update(is_flag=True, default=None)
     else:
         options.update(metavar=unit_of(field).upper().replace(" ", "_"))
-    return click.option(f"--{name.replace('_', '-')}", name, **options)
+    if name == "model":
+        options.update(hidden=True)  # the usage shows the argument
+    parameter = _MODEL_FLAG if name == "model" else name
+    return click.option(*flags_of(name, field), parameter, **options)

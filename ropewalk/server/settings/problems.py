@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from ropewalk.server.settings.fields import Section
-from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.settings.request_sections import KeyEntry
 from ropewalk.server.settings.sections import DeploymentEntry
 from ropewalk.server.wording import accepted, choices, did_you_mean
@@ -59,11 +58,7 @@ def _hint(name: str, known: Collection[str]) -> str:
     """Return a sentence about an unknown setting, with a space before it; empty: there is none."""
     if name in _OF_ROPE_SCALING and "rope_scaling" in known:
         return f" It belongs inside rope_scaling: {{{name}: ...}}."
-    flag = f"--{name.replace('_', '-')}"
-    ours = ALIASES.get(flag, "")
-    if ours in known:
-        return f" It is {ours} here."
-    return f" {REFUSED[flag]}" if flag in REFUSED else did_you_mean(name, known)
+    return did_you_mean(name, known)
 
 
 def value_problems(error: ValidationError, sources: Sources) -> list[str]:

@@ -129,10 +129,16 @@ class AccessSettings(Section):
         unit="when",
     )
     ssl_certfile: Path | None = setting(
-        None, "Certificate chain in PEM format. The server then speaks TLS.", unit="path"
+        None,
+        "Certificate chain in PEM format. The server then speaks TLS.",
+        unit="path",
+        flags=("--ssl-cert-file",),
     )
     ssl_keyfile: Path | None = setting(
-        None, "Private key of the certificate. Default: the key is in ssl_certfile.", unit="path"
+        None,
+        "Private key of the certificate. Default: the key is in ssl_certfile.",
+        unit="path",
+        flags=("--ssl-key-file",),
     )
     allowed_origins: Names = setting(
         (),
@@ -169,6 +175,7 @@ class LogSettings(Section):
         "Least level of a line: debug, info, warning or error. Lines of the access log are info. "
         "At debug, uvicorn and transformers tell more than warnings.",
         unit="name",
+        flags=("--uvicorn-log-level",),
     )
     traces: bool = setting(
         default=False,

@@ -27,6 +27,7 @@ class ModelSettings(Section):
         None,
         "Model folder, GGUF file or hub id. Default: the embedded demonstration model.",
         unit="path or id",
+        flags=("--model", "--model-path", "-m"),
         min_length=1,
     )
     revision: str | None = setting(
@@ -46,6 +47,7 @@ class ModelSettings(Section):
         "Model name that clients send. Default: the last part of the folder or hub id, or the name "
         "of the GGUF file.",
         unit="name",
+        flags=("--alias", "-a"),
         min_length=1,
     )
     model_aliases: Annotated[dict[str, str] | None, NoDecode, FromJson] = setting(
@@ -82,6 +84,7 @@ class ModelSettings(Section):
         None,
         "CPU threads to compute with. Default: torch's choice.",
         unit="threads",
+        flags=("-t",),
         ge=1,
         le=512,
     )
@@ -95,6 +98,7 @@ class ModelSettings(Section):
         "Jinja file that turns messages into a prompt. Default: the tokenizer's own template,"
         " or a plain transcript if it has none.",
         unit="path",
+        flags=("--chat-template-file",),
     )
     allowed_chat_template_kwargs: Names = setting(
         ("enable_thinking", "thinking", "reasoning_effort"),
@@ -169,6 +173,7 @@ class DeploymentSettings(Section):
         "Longest context. Default: the longest tier, or the cache's size if that is smaller. "
         "The server refuses to start if this is larger than the cache.",
         unit="tokens",
+        flags=("--context-length", "--ctx-size", "-c"),
         ge=1,
     )
 
@@ -192,7 +197,11 @@ class CacheSettings(Section):
         allow_inf_nan=False,
     )
     kv_cache_tokens: int | None = setting(
-        None, "Size of the KV cache in tokens, instead of kv_cache_gib.", unit="tokens", ge=1
+        None,
+        "Size of the KV cache in tokens, instead of kv_cache_gib.",
+        unit="tokens",
+        flags=("--max-total-tokens",),
+        ge=1,
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] = setting(
         "auto",
@@ -239,11 +248,19 @@ class CacheSettings(Section):
         gt=0,
         le=1,
     )
-    page_size: int = setting(64, "Tokens in a page of the KV cache.", unit="tokens", ge=4, le=256)
+    page_size: int = setting(
+        64,
+        "Tokens in a page of the KV cache.",
+        unit="tokens",
+        flags=("--block-size",),
+        ge=4,
+        le=256,
+    )
     max_num_seqs: int | None = setting(
         None,
         "Sequences served at the same time. Default: 32; on a GPU 256, or 128 below 40 GiB.",
         unit="sequences",
+        flags=("--max-running-requests", "--parallel", "-np"),
         ge=1,
         le=4096,
     )
@@ -258,6 +275,7 @@ class CacheSettings(Section):
         text="Do not capture CUDA graphs of decode steps. The server starts sooner and decodes "
         "more slowly. No effect on a CPU.",
         unit="switch",
+        flags=("--disable-cuda-graph",),
     )
     max_draft_tokens: int | None = setting(
         None,
@@ -314,6 +332,7 @@ class ParallelSettings(Section):
         "Processes on this machine that hold the model together, each with a part of every layer "
         "and of the KV cache. On GPUs each has one. The number must divide the model's heads.",
         unit="processes",
+        flags=("--tp-size", "--tp", "-tp"),
         ge=1,
         le=64,
     )

@@ -59,14 +59,20 @@ class EvalGroup(click.Group):
 class EvalCommand(SettingsCommand):
     """One comparison, which knows whose options the others' are."""
 
-    def elsewhere(self, flag: str) -> str | None:
-        """Return the sentence with the comparisons that have a flag; None if none has."""
-        owners = [
-            f"`ropewalk eval {name}`"
-            for name, command in evaluate.commands.items()
-            if any(flag in param.opts for param in command.params)
-        ]
-        return f"{flag} is an option of {' and '.join(owners)}" if owners else None
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Name the comparisons that have an option which this one lacks."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            owners = [
+                f"`ropewalk eval {name}`"
+                for name, command in evaluate.commands.items()
+                if any(error.option_name in param.opts for param in command.params)
+            ]
+            if not owners:
+                raise
+            told = f"{error.option_name} is an option of {' and '.join(owners)}"
+            raise click.UsageError(told) from error
 
 
 @click.group("eval", cls=EvalGroup)

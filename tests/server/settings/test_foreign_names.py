@@ -1,12 +1,9 @@
-"""Bodies and flags of other servers: a suggestion is right, or there is none."""
+"""Bodies of other servers: a suggestion is right, or there is none."""
 
-import click
 import pytest
 
 from ropewalk.server.api.completion_schema import CompletionRequest
 from ropewalk.server.api.strict_body import Body
-from ropewalk.server.serve_command import serve
-from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.turns.chat_schema import ChatRequest
 from ropewalk.server.turns.message_schema import MessagesRequest
 from ropewalk.server.turns.response_schema import ResponsesRequest
@@ -73,47 +70,6 @@ OTHERS = names("""
     timeout safe_prompt random_seed prompt_mode min_length num_ctx repeat_penalty top_a
 """)
 FIELDS = dict.fromkeys([*VLLM, *LLAMA_CPP, *SGLANG, *OPENAI, *OTHERS])
-# Flags of `vllm serve`, llama-server and SGLang that no setting of ours is like.
-FLAGS = names("""
-    --max-tokens --max-new-tokens --max-num-partial-prefills --max-long-partial-prefills
-    --long-prefill-token-threshold --max-seq-len-to-capture --max-parallel-loading-workers
-    --num-lookahead-slots --cpu-offload-gb --calculate-kv-scales --api-server-count --max-loras
-    --max-lora-rank --max-cpu-loras --fully-sharded-loras --ssl-ca-certs --ssl-cert-reqs
-    --enable-ssl-refresh --allow-credentials --allowed-methods --allowed-headers
-    --allowed-local-media-path --lora-paths --log-level-http --rope-theta --max-log-len
-    --timeout --slots --props --no-slots --metrics --threads-batch
-    --threads-http --cpu-mask --prio --poll --keep --escape --rope-scaling --rope-scale
-    --yarn-orig-ctx --defrag-thold --mlock --no-mmap --numa --split-mode --tensor-split
-    --main-gpu --check-tensors --lora --control-vector --log-disable --log-file --log-colors
-    --offline --samplers --sampler-seq --ignore-eos --temp --top-k --top-p --min-p
-    --xtc-probability --typical --repeat-last-n --repeat-penalty --presence-penalty
-    --frequency-penalty --dry-multiplier --mirostat --logit-bias --grammar --json-schema
-    --pooling --cont-batching --alias --host --port --path --api-prefix --webui --embedding
-    --rerank --api-key --api-key-file --ssl-key-file --chat-template-kwargs --reasoning-budget
-    --slot-prompt-similarity --lora-init-without-apply --draft-max --draft-min --draft-p-min
-    --ctx-size-draft --model-draft --swa-full --kv-unified --context-shift --no-context-shift
-    --kv-offload --no-kv-offload --cache-ram --ctx-checkpoints --cache-type-k --dtype
-    --quantization-param-path --trust-remote-code --random-seed --mem-fraction-static
-    --max-running-requests --max-queued-requests --schedule-conservativeness --hicache-ratio
-    --dist-timeout --nccl-port --dp-size --load-balance-method --node-rank
-    --json-model-override-args --preferred-sampling-params --enable-p2p-check --stream-output
-    --watchdog-timeout --download-dir --base-gpu-id --gpu-id-step --log-requests
-    --log-requests-level --crash-dump-folder --show-time-cost --enable-metrics
-    --decode-log-interval --file-storage-path --enable-cache-report --reasoning-parser
-    --tool-call-parser --tokenizer-worker-num --served-model-name --weight-version
-    --completion-template --config-format --hf-config-path --model-impl --override-pooler-config
-    --logits-processors --logits-processor-pattern --max-logprobs --logprobs-mode
-    --disable-sliding-window --disable-cascade-attn --enable-prompt-embeds
-    --disable-async-output-proc --enable-sleep-mode --async-scheduling --compilation-config
-    --additional-config --kv-events-config --disable-log-stats --otlp-traces-endpoint
-    --ray-workers-use-nsight --data-parallel-rank --enable-expert-parallel --enable-eplb
-    --worker-cls --block-size --gpu-memory-utilization --swap-space --kv-cache-dtype
-    --num-gpu-blocks-override --prefix-caching-hash-algo --kv-sharing-fast-prefill
-    --mm-processor-kwargs --limit-mm-per-prompt --interleave-mm-strings --skip-mm-profiling
-    --video-pruning-rate --max-model-length --max-seq-len --max-context-len --max-batch-size
-    --max-num-batched-tokens --tensor-parallel --tensor-parallelism --n-ctx --workers --seed
-    --cuda-graph-max-bs --disable-cuda-graph --enable-torch-compile --torch-compile-max-bs
-""")
 
 CHAT, COMPLETION, RESPONSES, MESSAGES = bodies = (
     ChatRequest,
@@ -190,11 +146,3 @@ def test_two_names_that_are_equally_near_are_no_suggestion() -> None:
     """Either one could be wrong."""
     assert did_you_mean("top_z", ["top_k", "top_p"]) == ""
     assert did_you_mean("top_z", ["top_p"]) == " Did you mean `top_p`?"
-
-
-def test_no_flag_of_another_server_is_taken_for_a_misspelling() -> None:
-    """`--max-tokens` was answered with `--max-draft-tokens`."""
-    own = {flag for param in serve.params if isinstance(param, click.Option) for flag in param.opts}
-    for flag in FLAGS:
-        if flag not in {*own, *ALIASES, *REFUSED}:
-            assert did_you_mean(flag, own) == "", flag

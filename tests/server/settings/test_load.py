@@ -185,8 +185,6 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ),
         ("positions: {method: sinks}", "is not a setting of .* inside rope_scaling: {positions"),
         ("tensor-parallel-size: 2", r"Did you mean `tensor_parallel_size`\?$"),
-        ("ctx_size: 512", r"ctx_size in .* is not a setting of ropewalk\. It is max_model_len h"),
-        ("quantization: awq", r"not a setting of ropewalk\. Quantised weights are found in their"),
         ("deployments: [5]", "deployments: item 1: must be an object, got 5"),
         ("deployments: [{name: a}, {name: a}]", "name must be given once, got 'a' twice"),
         ("deployments: [{name: a}]\nrope_policy: grow", "rope_policy and deployments exclude"),
