@@ -66,10 +66,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "harness": set(),
         "doctor": set(),
         "bench": {"harness"},
-        "ruler": {"harness"},
         "inspection": {"harness"},
-        "policies": {"harness"},
-        "evaluation": {"policies", "ruler", "harness"},
+        "evaluation": {"harness"},
     },
 }
 

@@ -135,7 +135,7 @@ def build_runner(
 ) -> ModelRunner:
     """Build the engine's model runner over a new cache. Raises ModelError if memory is short.
 
-    `make`: another class of model runner, for comparisons or for several ranks.
+    `make`: another class of model runner, for several ranks.
     """
     page_size = config.page_size
     profiles = tuple(profiles)

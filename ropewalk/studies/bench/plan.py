@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ropewalk.server.wording import first_key
-from ropewalk.studies.harness.options import COUNT, FILE, MANY, option
+from ropewalk.studies.harness.options import COUNT, FILE, MANY, Listed, option
 from ropewalk.studies.harness.plotting import INSTALL_MATPLOTLIB
 
 _SHORTEST = 64  # tokens; below it, only the fixed cost of a request is visible
@@ -27,10 +27,11 @@ class BenchOptions:
     model: str | None = option(
         "Model name to send. Default: the first that the server lists.", metavar="NAME"
     )
-    context_lens: str | None = option(
+    context_lens: tuple[int, ...] = option(
         "Prompt lengths in tokens. Default: powers of two from 64 to what max_model_len leaves "
         "beside the output.",
-        metavar="N,N,...",
+        Listed(COUNT),
+        (),
     )
     output_tokens: int = option("Tokens to generate per request.", COUNT, 16, metavar="N")
     num_requests: int = option("Measured requests per context length.", COUNT, 8)
@@ -115,19 +116,6 @@ def _cut(count: int, size: int) -> list[int]:
     return [min(size, count - start) for start in range(0, count, size)]
 
 
-def parse_context_lens(text: str) -> tuple[int, ...]:
-    """Parse `128,256` into (128, 256), sorted, each once. Raises BenchError."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise BenchError(
-            f"--context-lens must be integers with commas between them, got {text!r}"
-        ) from error
-    if found[0] < 1:
-        raise BenchError(f"--context-lens must be 1 token or more, got {found[0]}")
-    return tuple(found)
-
-
 def parse_rope(text: str | None) -> dict[str, Any] | None:
     """Parse the JSON object of --rope; the server checks its fields. Raises BenchError."""
     if text is None:
@@ -142,15 +130,14 @@ def parse_rope(text: str | None) -> dict[str, Any] | None:
 
 
 def choose_context_lens(
-    text: str | None, max_model_len: int | None, output_tokens: int
+    asked: tuple[int, ...], max_model_len: int | None, output_tokens: int
 ) -> tuple[int, ...]:
     """Return the requested lengths, or powers of two up to the longest that fits.
 
     Raises BenchError if the requested lengths do not fit.
     """
-    if text is None:
+    if not asked:
         return _default_context_lens(max_model_len, output_tokens)
-    asked = parse_context_lens(text)
     # The last token is never read back, so it needs no position.
     if max_model_len is not None and asked[-1] + output_tokens - 1 > max_model_len:
         raise BenchError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from ropewalk.studies.bench.load import Failure, RequestRecord, Timing
 from ropewalk.studies.bench.plan import LoadPlan
 from ropewalk.studies.bench.target import Target
-from ropewalk.studies.harness.frame import Column, make_rows, text_of
+from ropewalk.studies.harness.text_table import aligned, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,30 +144,40 @@ def _request(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def _ms(name: str, percent: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda row: row[name] and 1000 * row[name][percent]
-
-
 _TIMES = {"TTFT": "time_to_first_token_s", "ITL": "inter_token_s", "E2E": "end_to_end_s"}
-_COLUMNS = (
-    Column("context_len", heading="context\ntokens"),
-    Column("prompt_tokens", heading="prompt\ntokens", form=".0f"),
-    Column("num_measured", heading="\nmeasured"),
-    Column("num_failed", heading="\nfailed"),
-    *(
-        Column(f"{short}_{each}", _ms(name, each), f"{short}\n{each} ms", ".2f")
-        for short, name in _TIMES.items()
-        for each in ("p50", "p95")
-    ),
-    Column("prefill_tokens_per_s", heading="prefill\ntokens/s", form=".1f"),
-    Column("output_tokens_per_s", heading="output\ntokens/s", form=".1f"),
-)
+_PERCENTS = ("p50", "p95")
 
 
 def table(report: Report) -> str:
     """Return two heading lines and a line per context length; a dash is a missing number."""
-    rows = make_rows(_COLUMNS, report.summaries())
-    return "\n".join([*text_of(_COLUMNS, rows), *_remarks(report)])
+    times = [(short, percent) for short in _TIMES for percent in _PERCENTS]
+    rows = [
+        ["context", "prompt", "", "", *(short for short, _ in times), "prefill", "output"],
+        [
+            *("tokens", "tokens", "measured", "failed"),
+            *(f"{percent} ms" for _, percent in times),
+            *("tokens/s", "tokens/s"),
+        ],
+        *map(_cells, report.summaries()),
+    ]
+    return "\n".join([*aligned(rows), *_remarks(report)])
+
+
+def _cells(summary: dict[str, Any]) -> list[str]:
+    times = [
+        summary[name] and 1000 * summary[name][percent]
+        for name in _TIMES.values()
+        for percent in _PERCENTS
+    ]
+    return [
+        str(summary["context_len"]),
+        number(summary["prompt_tokens"], ".0f"),
+        str(summary["num_measured"]),
+        str(summary["num_failed"]),
+        *(number(each, ".2f") for each in times),
+        number(summary["prefill_tokens_per_s"], ".1f"),
+        number(summary["output_tokens_per_s"], ".1f"),
+    ]
 
 
 def _remarks(report: Report) -> list[str]:

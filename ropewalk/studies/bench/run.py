@@ -16,7 +16,6 @@ from ropewalk.studies.bench.plan import (
     Group,
     LoadPlan,
     choose_context_lens,
-    parse_context_lens,
     parse_rope,
 )
 from ropewalk.studies.bench.plot import plot
@@ -62,8 +61,6 @@ def _check_before_the_load(options: BenchOptions) -> None:
     """Check the options that would otherwise fail after the load. Raises BenchError."""
     check_url(options.url)
     parse_rope(options.rope)
-    if options.context_lens is not None:
-        parse_context_lens(options.context_lens)
     if not math.isfinite(options.timeout_s):
         raise BenchError(f"--timeout-seconds must be a finite number, got {options.timeout_s}")
     if options.api_key is not None and not (

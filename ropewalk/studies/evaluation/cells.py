@@ -4,6 +4,7 @@ Variants share a cell if their requests at a length have equal profiles. Equal p
 identically to the bit, so they are not measured twice.
 """
 
+import hashlib
 import itertools
 import math
 from collections import defaultdict
@@ -17,14 +18,9 @@ from ropewalk.model_runtime.request import FinishReason, Output, Request, Sampli
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import Profile
 from ropewalk.server.corpus.haystack import ChatFrame, Haystack, HaystackError, Query
-from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.evaluation.plan import EvalError, LengthPlan, Variant
 from ropewalk.studies.evaluation.texts import LengthSource, LengthText, LengthWindow, Texts
-from ropewalk.studies.harness.eval_run import EvalError, key_of
 from ropewalk.studies.harness.progress import Progress
-from ropewalk.studies.ruler.make import make_samples
-from ropewalk.studies.ruler.qa import QuestionSet
-from ropewalk.studies.ruler.sample import Sample, SampleScore
-from ropewalk.studies.ruler.score import metric_of
 
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
 TOGETHER = 4  # requests in the engine at the same time
@@ -51,7 +47,7 @@ class QueryScore:
     answer: str
 
 
-Score = WindowScore | QueryScore | SampleScore
+Score = WindowScore | QueryScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class Task:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    of: LengthWindow | LengthText | Query | Sample
+    of: LengthWindow | LengthText | Query
 
     def scores(self, outputs: Sequence[Output]) -> list[Score]:
         """Return the scores; of a text those of its windows, end by end.
@@ -86,16 +82,13 @@ class Task:
         ]
 
 
-def _score_of(of: LengthWindow | Query | Sample, outputs: Sequence[Output]) -> Score:
+def _score_of(of: LengthWindow | Query, outputs: Sequence[Output]) -> Score:
     """Return the score of an answer."""
     if isinstance(of, LengthWindow):
         entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
         nats = -math.fsum(each.logprob for each in entries)
         return WindowScore(of.source, nats, len(entries), of.target_bytes)
     text = "".join(each.text for each in outputs)
-    if isinstance(of, Sample):
-        share = metric_of(of.task)(text, of.draft.outputs)
-        return SampleScore(of.index, share, text)
     form, is_right = of.needle.form.name, of.is_answered_by(text)
     return QueryScore(form, of.depth, of.position, is_right, text)
 
@@ -146,10 +139,11 @@ class LengthCell:
     def key(self, model_digest: str) -> str:
         """Return a key that is equal only for equal requests, model and table."""
         tables = tables_of(self.tier_choice)
-        return key_of(model_digest, self.kind, self.context_len, tables, self.tasks)
+        parts = (model_digest, self.kind, self.context_len, tables, self.tasks)
+        return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 
-_At = tuple[str, int, object]  # kind, length, tables
+At = tuple[str, int, object]  # kind, length, tables
 
 
 def tables_of(tier_choice: TierChoice) -> object:
@@ -163,8 +157,8 @@ def tables_of(tier_choice: TierChoice) -> object:
 class Grid:
     """All cells, and the cells by kind that the numbers of a variant at a length come from."""
 
-    cells: Mapping[_At, LengthCell]
-    of_variant: Mapping[tuple[Variant, int], Mapping[str, _At]]
+    cells: Mapping[At, LengthCell]
+    of_variant: Mapping[tuple[Variant, int], Mapping[str, At]]
 
 
 def make_grid(
@@ -175,7 +169,6 @@ def make_grid(
     windows: Sequence[LengthWindow],
     sources: Sequence[LengthSource],
     haystacks: Sequence[Haystack],
-    question_sets: Mapping[str, QuestionSet],
     tokenizer: Tokenizer,
     chat: ChatFrame | None = None,
 ) -> Grid:
@@ -183,29 +176,16 @@ def make_grid(
 
     `windows` have the same targets at every length, and `sources` are texts that are read once.
     """
-    cells: dict[_At, LengthCell] = {}
-    of_variant: dict[tuple[Variant, int], dict[str, _At]] = defaultdict(dict)
+    cells: dict[At, LengthCell] = {}
+    of_variant: dict[tuple[Variant, int], dict[str, At]] = defaultdict(dict)
     if sources:
         place = partial(_place, plan, deployments)
         _add_texts(cells, of_variant, plan, place, _readings(plan, texts, sources, tokenizer))
-    samples_of = partial(
-        make_samples,
-        count=plan.num_samples,
-        seed=plan.seed,
-        essay=texts.words() if plan.tasks else (),
-        question_sets=question_sets,
-        encode=partial(tokenizer.encode, add_special_tokens=False, param="--tasks"),
-        special_ids=texts.special_ids,
-    )
-    queries_of = partial(_queries, haystacks, tokenizer=tokenizer, chat=chat)
     for context_len in plan.context_lens:
+        queries = _queries(haystacks, context_len, tokenizer, chat)
         tasks = {
             PERPLEXITY: tuple(_window_task(each, context_len, texts, plan) for each in windows),
-            RETRIEVAL: tuple(map(_query_task, queries_of(context_len)))[: plan.num_queries],
-            **{
-                task: tuple(map(_sample_task, samples_of(task, context_len=context_len)))
-                for task in plan.tasks
-            },
+            RETRIEVAL: tuple(map(_query_task, queries))[: plan.num_queries],
         }
         for (kind, of_kind), variant in itertools.product(tasks.items(), plan.variants):
             if not of_kind:
@@ -257,15 +237,9 @@ def _query_task(query: Query) -> Task:
     return Task(query.prompt_ids, sampling, query)
 
 
-def _sample_task(sample: Sample) -> Task:
-    return Task(
-        sample.prompt_ids, SamplingParams(max_tokens=sample.max_tokens, temperature=0.0), sample
-    )
-
-
 def _add_texts(
-    cells: dict[_At, LengthCell],
-    of_variant: dict[tuple[Variant, int], dict[str, _At]],
+    cells: dict[At, LengthCell],
+    of_variant: dict[tuple[Variant, int], dict[str, At]],
     plan: LengthPlan,
     place: Callable[[Variant, Task], TierChoice],
     tasks: Callable[[tuple[int, ...]], tuple[Task, ...]],

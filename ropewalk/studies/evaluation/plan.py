@@ -4,24 +4,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from ropewalk.rope import OTHER_POLICY_NAMES, NativeRope
 from ropewalk.rope.positions_from_block import parse_positions
 from ropewalk.server.corpus.needles import FORMS, SENTENCE, Form
+from ropewalk.server.settings.load import SettingsError
 from ropewalk.server.settings.sections import DeploymentEntry
-from ropewalk.studies.harness.eval_run import EvalError
 from ropewalk.studies.harness.options import (
     COUNT,
-    FACTOR,
     FILE,
     MANY,
-    EvalOptions,
-    Integers,
+    Listed,
     Names,
-    Percents,
     option,
 )
-from ropewalk.studies.ruler.make import ESSAY_TASKS, TASKS, read_essays
-from ropewalk.studies.ruler.qa import QA_FLAGS
 
 UNSCALED = "none"
 # Name -> rope_type and fields beside the factor.
@@ -46,6 +43,10 @@ _WINDOWS_AT_AN_END = 32  # of a text that is read once, before each length
 _SHORTEST = 64  # tokens: needles, their question and some text
 
 
+class EvalError(SettingsError):
+    """A measurement or a write that is impossible; the message is a whole sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A method and a policy, which is one row of the report."""
@@ -60,13 +61,12 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthOptions(EvalOptions):
-    """The options of `ropewalk eval lengths` and `ruler`; with tasks, nothing else is measured."""
+class LengthOptions:
+    """The options of the command line that are not settings; lengths are in tokens."""
 
     context_lens: tuple[int, ...] = option(
-        "Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length; of RULER "
-        "from 1 on.",
-        Integers(),
+        "Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length.",
+        Listed(COUNT),
         (),
     )
     methods: tuple[str, ...] = option(
@@ -84,7 +84,7 @@ class LengthOptions(EvalOptions):
     rope_factor: float | None = option(
         "The factor of scaled methods. Default: that of the longest context, over the trained "
         "length. A larger one measures what a deployment for longer contexts does at these.",
-        FACTOR,
+        click.FloatRange(min=1),
     )
     native_len: int | None = option(
         "The trained length, if it shall be less than the checkpoint's. Tiers begin there, and a "
@@ -128,30 +128,36 @@ class LengthOptions(EvalOptions):
     depths: tuple[float, ...] = option(
         "Depths of the needles, in percent of the text; 0 is its beginning. Default: "
         "0,14,29,43,57,71,86,100.",
-        Percents(),
-        (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0),
+        Listed(click.FloatRange(0, 100)),
+        (0.0, 14.0, 29.0, 43.0, 57.0, 71.0, 86.0, 100.0),
     )
     suggest: tuple[int, ...] = option(
-        "Context lengths to suggest a deployment for. It is printed as YAML.", Integers(), ()
+        "Context lengths to suggest a deployment for. It is printed as YAML.", Listed(COUNT), ()
     )
-    tasks: tuple[str, ...] = option(
-        f"Tasks of RULER: {', '.join(TASKS)}. qa_1 needs --squad, and qa_2 needs --hotpotqa. "
-        "Default: all whose files are given or not needed.",
-        Names(TASKS),
+    seed: int = option("Seed of the choice of spans, contexts and needles.", int, 0)
+    texts: tuple[Path, ...] = option(
+        "Text file, or folder of text files. May be given several times. Default: sources of "
+        "Python's standard library that the embedded model was not trained on.",
+        FILE,
         (),
+        flag="--text",
+        multiple=True,
     )
-    num_samples: int = option("Samples of each task at each length. RULER has 500.", COUNT, 16)
-    squad: Path | None = option(  # noqa: RUF009  # a field
-        "File of SQuAD's JSON, v1.1 or v2.0: the questions and documents of qa_1.", FILE
+    output: Path = option(  # noqa: RUF009  # a field
+        "Folder for the numbers, the table and the plots. A run continues from the numbers of an "
+        "earlier run in the folder.",
+        click.Path(path_type=Path, file_okay=False),
+        Path("ropewalk-eval"),
+        metavar="DIR",
     )
-    hotpotqa: Path | None = option(  # noqa: RUF009  # a field
-        "File of HotpotQA's JSON: the questions and documents of qa_2.", FILE
+    resumes: bool = option(
+        "Measure everything anew.",
+        default=True,
+        flag="--no-resume",
+        flag_value=False,
+        metavar=None,
+        show_default=False,
     )
-
-    @property
-    def qa_paths(self) -> dict[str, Path]:
-        paths = {"qa_1": self.squad, "qa_2": self.hotpotqa}
-        return {task: path for task, path in paths.items() if path is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +179,6 @@ class LengthPlan:
     chat: bool = False  # whether needles are asked for in a chat
     prefixes: bool = False  # whether a length's context is the beginning of the longest one's
     suggested_lens: tuple[int, ...] = ()  # the lengths to suggest a deployment for
-    tasks: tuple[str, ...] = ()
-    num_samples: int = 0  # of each task
 
     @property
     def longest(self) -> int:
@@ -224,14 +228,8 @@ class LengthPlan:
 
 def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
     """Check the options against each other and the model's length. Raises EvalError."""
-    if not options.tasks and options.num_windows == options.num_queries == 0:
+    if options.num_windows == options.num_queries == 0:
         raise EvalError("--windows and --queries must not both be 0: nothing would be measured")
-    if options.texts and options.tasks and not read_essays(options.tasks):
-        raise EvalError(
-            f"--text has no meaning for --tasks {','.join(options.tasks)}: only "
-            f"{', '.join(ESSAY_TASKS)} read texts"
-        )
-    _check_qa_paths(options)
     native = _with_length(options, native)
     lens = _context_lens(options, native.native_len)
     _check_reach(options, native.native_len, lens[-1])
@@ -252,19 +250,17 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
         carries_scaling=native.carries_scaling,
         context_lens=lens,
         variants=_variants(options),
-        num_windows=0 if options.tasks else options.num_windows,
+        num_windows=options.num_windows,
         target_tokens=_target_tokens(options.target_tokens, lens[0]),
-        num_queries=0 if options.tasks else options.num_queries,
+        num_queries=options.num_queries,
         forms=options.forms,
-        depths=options.depths,
+        depths=tuple(each / 100 for each in options.depths),
         seed=options.seed,
         is_native_len_stated=options.native_len is not None,
         least_factor=options.rope_factor or 1.0,
-        chat=options.chat and not options.tasks,
-        prefixes=options.prefixes and not options.tasks,
+        chat=options.chat,
+        prefixes=options.prefixes,
         suggested_lens=options.suggest,
-        tasks=options.tasks,
-        num_samples=options.num_samples if options.tasks else 0,
     )
 
 
@@ -284,18 +280,6 @@ def _with_length(options: LengthOptions, native: NativeRope) -> NativeRope:
             f"got {options.native_len}"
         )
     return replace(native, native_len=options.native_len)
-
-
-def _check_qa_paths(options: LengthOptions) -> None:
-    """Raise EvalError if a task lacks its file, or a file its task."""
-    for task, flag in QA_FLAGS.items():
-        if task in options.tasks and task not in options.qa_paths:
-            raise EvalError(f"--tasks {task} needs {flag} with the path of its questions' file")
-        if task not in options.tasks and task in options.qa_paths:
-            raise EvalError(
-                f"{flag} has no meaning for --tasks {','.join(options.tasks)}: only {task} reads "
-                f"{options.qa_paths[task]}"
-            )
 
 
 def _check_reach(options: LengthOptions, native_len: int, longest: int) -> None:
@@ -323,14 +307,14 @@ def _variants(options: LengthOptions) -> tuple[Variant, ...]:
 
 
 def _context_lens(options: LengthOptions, native_len: int) -> tuple[int, ...]:
-    """Return the requested lengths, or the default L/2 and L; tasks begin at L.
+    """Return the requested lengths, or the default L/2 and L.
 
     Without lengths to suggest for, the default also has 2L, 4L and 8L. Lengths to suggest for are
     always included. Raises EvalError.
     """
     lens = options.context_lens
     if not lens:
-        lens = (native_len,) if options.tasks else (native_len // 2, native_len)
+        lens = (native_len // 2, native_len)
         if not options.suggest:
             lens += (2 * native_len, 4 * native_len, 8 * native_len)
     lens = tuple(sorted({*lens, *options.suggest}))

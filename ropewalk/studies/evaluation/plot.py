@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ropewalk.studies.evaluation.intervals import Estimate
 from ropewalk.studies.evaluation.plan import FITTING, METHODS, PLACED, Variant
 from ropewalk.studies.evaluation.report import (
     NUM_BINS,
@@ -14,9 +15,7 @@ from ropewalk.studies.evaluation.report import (
     added_cost,
     targets_of,
 )
-from ropewalk.studies.harness.intervals import Estimate
 from ropewalk.studies.harness.plotting import new_figure, percent_axis, tidy
-from ropewalk.studies.ruler.score import metric_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,12 +37,12 @@ _ROOM = 1.22  # above the highest of the two scaled lines, for the values that l
 
 
 def plot(report: LengthReport, folder: Path) -> None:
-    """Write perplexity.png, retrieval.png, depth.png, tasks.png and static.png.
+    """Write perplexity.png, retrieval.png, depth.png and static.png.
 
     Each is written only if it has measurements.
     """
     heading = f"{report.model}, trained for {report.plan.native_len} tokens"
-    first, tasks = report.rows[0], report.plan.tasks
+    first = report.rows[0]
 
     def lines(
         name: str, title: str, quantity: str, pick: Callable[[LengthRow], Estimate | None]
@@ -66,15 +65,6 @@ def plot(report: LengthReport, folder: Path) -> None:
             lambda row: row.retrieval,
         )
         _heat_map(report, folder / "depth.png", heading)
-    if tasks:
-        named = tasks[0] if len(tasks) == 1 else f"mean of {len(tasks)} RULER tasks"
-        lines(
-            "tasks.png",
-            f"{named} against context length\n"
-            f"{report.plan.num_samples} samples of each task at every length",
-            f"score ({metric_names(tasks)})",
-            LengthRow.task_score,
-        )
 
 
 def _lines(

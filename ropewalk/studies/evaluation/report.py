@@ -1,29 +1,25 @@
 """The numbers of a run by variant and length: results.json, results.csv and the table.
 
-The table has a block per quantity, a line per variant and a column per length. Answers to RULER's
-tasks also become files that RULER's own scorer reads.
+The table has a block per quantity, a line per variant and a column per length.
 """
 
-import json
-import math
+import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
+from ropewalk.studies.evaluation.intervals import Estimate, exponential, mean, proportion
 from ropewalk.studies.evaluation.plan import UNSCALED, LengthPlan, Variant
-from ropewalk.studies.harness.eval_run import write_files
-from ropewalk.studies.harness.frame import Column, Form, aligned, csv_of, flat, make_rows, number
-from ropewalk.studies.harness.intervals import Estimate, exponential, mean, proportion
-from ropewalk.studies.ruler.sample import Sample, SampleScore
-from ropewalk.studies.ruler.score import metric_names
+from ropewalk.studies.evaluation.record import write_files
+from ropewalk.studies.harness.text_table import aligned
 
+Form = Callable[[float], str]  # of a number in the table
 NUM_BINS = 4  # of depth
-PASS_SHARE = 0.85  # of the score at L, at the effective length
 _LN_2 = 0.6931471805599453
 
 
@@ -38,14 +34,6 @@ class DepthBin:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """A sample of a task and its score."""
-
-    sample: Sample
-    score: SampleScore
-
-
-@dataclass(frozen=True, slots=True)
 class LengthRow:
     """One variant at one length, with statistics of its scores; None if not measured."""
 
@@ -53,7 +41,6 @@ class LengthRow:
     context_len: int  # tokens
     factor: float  # of the table in force
     scores: Mapping[str, Sequence[Score]]  # by kind of cell
-    answered: Mapping[str, Sequence[Answered]]  # by task
 
     @property
     def windows(self) -> list[WindowScore]:
@@ -98,15 +85,6 @@ class LengthRow:
     def num_right(self) -> int:
         return sum(each.is_right for each in self.queries)
 
-    def task_score(self, only: str | None = None) -> Estimate | None:
-        """Return RULER's score, 0 to 1: the mean share over the samples of a task, or of all tasks.
-
-        The interval is Wilson's: shares spread less than right and wrong.
-        """
-        tasks = self.answered if only is None else (only,)
-        shares = [each.score.share for task in tasks for each in self.answered[task]]
-        return proportion(math.fsum(shares), len(shares)) if shares else None
-
     def depth_bins(self) -> list[DepthBin]:
         """Return equal bins of depth, from the beginning of the text to its end."""
         inside: list[list[bool]] = [[] for _ in range(NUM_BINS)]
@@ -137,69 +115,46 @@ class LengthReport:
         """Return a variant's rows, shortest context first."""
         return [row for row in self.rows if row.variant == variant]
 
-    def score_at_native_len(self, variant: Variant) -> float | None:
-        """Return the mean score at L that lengths are compared with, or None if not measured.
-
-        It is that of the untouched table if this was measured, otherwise the variant's own.
-        """
-        untouched = next((each for each in self.plan.variants if each.policy is None), variant)
-        for row in self.of(untouched):
-            score = row.task_score()
-            if row.context_len == self.plan.native_len and score is not None:
-                return score.value
-        return None
-
-    def effective_len(self, variant: Variant) -> int | None:
-        """Return the longest length with at least PASS_SHARE of the score at L, or None."""
-        base = self.score_at_native_len(variant)
-        scores = [(row.context_len, row.task_score()) for row in self.of(variant)]
-        passed = [at for at, each in scores if base and each and each.value >= PASS_SHARE * base]
-        return max(passed, default=None)
-
-
-def _columns(tasks: Sequence[str]) -> list[Column]:
-    """Return the columns of results.csv, which are numbers of results.json, too."""
-
-    def percent(row: LengthRow, only: str | None = None) -> Estimate | None:
-        score = row.task_score(only)
-        return score and score.times(100)  # RULER has its scores in percent
-
-    scores = {f"score_{task}": partial(percent, only=task) for task in tasks}
-    if tasks:
-        scores["score"] = partial(percent)
-    return [
-        Column("method", attrgetter("variant.method")),
-        Column("policy", attrgetter("variant.policy")),
-        *map(Column, ("context_len", "factor")),
-        *(Column(name, is_estimate=True) for name in ("perplexity", "bits_per_byte", "retrieval")),
-        *(Column(name, of, is_estimate=True) for name, of in scores.items()),
-        Column("num_windows", lambda row: len(row.windows)),
-        *map(Column, ("target_tokens", "target_bytes", "num_right")),
-        Column("num_queries", lambda row: len(row.queries)),
-    ]
-
 
 def write_report(report: LengthReport, folder: Path) -> None:
-    """Write results.json, results.csv, table.txt and the answers to tasks. Raises EvalError.
+    """Write results.json, results.csv and table.txt. Raises EvalError.
 
     The fields are described in docs/evaluation.md.
     """
-    columns = _columns(report.plan.tasks)
-    lines = flat(columns, make_rows(columns, report.rows))
+    lines = [_line(row) for row in report.rows]
+    csv_text = io.StringIO()
+    writer = csv.DictWriter(csv_text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     write_files(
         folder,
         {
             "results.json": _numbers(report, lines),
-            "results.csv": csv_of(lines),
+            "results.csv": csv_text.getvalue(),
             "table.txt": table(report) + "\n",
         },
     )
-    for row in report.rows:
-        # A `--data_dir` of RULER's scripts/eval/evaluate.py.
-        inside = folder / "ruler" / row.variant.label.replace(" ", "-") / str(row.context_len)
-        for task, answered in row.answered.items():
-            lines_of_task = "".join(f"{json.dumps(_prediction(each))}\n" for each in answered)
-            write_files(inside, {f"{task}.jsonl": lines_of_task})
+
+
+def _line(row: LengthRow) -> dict[str, Any]:
+    """Return the numbers of results.csv, which are in results.json, too."""
+    line: dict[str, Any] = {
+        "method": row.variant.method,
+        "policy": row.variant.policy,
+        "context_len": row.context_len,
+        "factor": row.factor,
+    }
+    for name in ("perplexity", "bits_per_byte", "retrieval"):
+        found: Estimate | None = getattr(row, name)
+        ends = (found.value, found.low, found.high) if found else (None, None, None)
+        line |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+    return line | {
+        "num_windows": len(row.windows),
+        "target_tokens": row.target_tokens,
+        "target_bytes": row.target_bytes,
+        "num_right": row.num_right,
+        "num_queries": len(row.queries),
+    }
 
 
 def added_cost(row: LengthRow, base: LengthRow) -> Estimate:
@@ -261,11 +216,6 @@ def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[s
             "forms": [form.name for form in plan.forms],
             "depths": plan.depths,
             "seed": plan.seed,
-            "tasks": plan.tasks,
-            "samples": plan.num_samples,
-        },
-        "effective_lens": {
-            each.label: report.effective_len(each) for each in plan.variants if plan.tasks
         },
         "results": [
             {
@@ -279,28 +229,6 @@ def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def _prediction(answered: Answered) -> dict[str, Any]:
-    """Return one line with RULER's fields, and the score."""
-    sample, score = answered.sample, answered.score
-    line = {
-        "index": sample.index,
-        "pred": score.pred,
-        "input": sample.draft.input,
-        "outputs": sample.draft.outputs,
-        "others": {},
-        "truncation": -1,
-        "length": sample.length,
-        # RULER adds the tokens of a chat template that `input` leaves out. There is none.
-        "length_w_model_temp": sample.length,
-        "answer_prefix": sample.draft.answer_prefix,
-        "tokens_to_generate": sample.max_tokens,
-        "score": 100 * score.share,
-    }
-    if sample.token_position_answer is not None:
-        line["token_position_answer"] = sample.token_position_answer
-    return line
-
-
 def table(report: LengthReport) -> str:
     """Return all measurements with their intervals, with a blank line between the blocks."""
     plan, first = report.plan, report.rows[0]
@@ -310,7 +238,7 @@ def table(report: LengthReport) -> str:
     ) -> str:
         head = ["", *(f"{each} tokens" for each in plan.context_lens)]
         lines = [
-            [variant.label, *(number(pick(row), form) for row in report.of(variant))]
+            [variant.label, *(_shown(pick(row), form) for row in report.of(variant))]
             for variant in plan.variants
         ]
         return "\n".join([title, *aligned([head, *lines], num_left=1)])
@@ -348,39 +276,16 @@ def table(report: LengthReport) -> str:
         where = " in a chat" if plan.chat else ""
         what = f"right of {len(first.queries)} questions a length{where}"
         blocks.append(block(f"retrieval, % ({what})", lambda row: row.retrieval))
-    blocks += [
-        block(
-            f"{task} ({metric_names([task])} in %, {plan.num_samples} samples a length)",
-            partial(LengthRow.task_score, only=task),
-        )
-        for task in plan.tasks
-    ]
-    if len(plan.tasks) > 1:
-        blocks.append(block(f"mean of {len(plan.tasks)} tasks, %", LengthRow.task_score))
-    return "\n\n".join([*blocks, *_effective_lens(report)])
+    return "\n\n".join(blocks)
 
 
-def _effective_lens(report: LengthReport) -> list[str]:
-    """Return the block of effective lengths with their rule; none without tasks."""
-    if not report.plan.tasks:
-        return []
-    native_len = report.plan.native_len
-    rows = []
-    for variant in report.plan.variants:
-        base, length = report.score_at_native_len(variant), report.effective_len(variant)
-        if base is None:
-            text = f"- (--context-lens has no {native_len})"
-        elif not base:
-            text = f"none (the score at {native_len} tokens is 0)"
-        else:
-            found = "none" if length is None else f"{length} tokens"
-            text = f"{found} (at least {100 * PASS_SHARE * base:.1f} %)"
-        rows.append([variant.label, text])
-    title = (
-        "effective length: the longest one with a mean score of at least "
-        f"{100 * PASS_SHARE:.0f} % of the score at {native_len} tokens"
-    )
-    return ["\n".join([title, *aligned(rows, num_left=2)])]
+def _shown(found: Estimate | None, form: Form) -> str:
+    """Format an estimate as `4.21 [3.90, 4.55]`; a dash is a missing one."""
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return form(found.value)
+    return f"{form(found.value)} [{form(found.low)}, {form(found.high)}]"
 
 
 def _plain(value: float) -> str:

@@ -17,9 +17,8 @@ from ropewalk.server.startup.planning.model_facts import facts_of
 from ropewalk.server.startup.planning.planned_deployments import model_name, profiles_of
 from ropewalk.server.startup.planning.serving_plan import ServingPlan, plan_serving
 from ropewalk.studies.evaluation.cells import TOGETHER
-from ropewalk.studies.evaluation.plan import LengthPlan, Variant
-from ropewalk.studies.harness.eval_run import EvalError
-from ropewalk.studies.policies.model_digest import model_digest
+from ropewalk.studies.evaluation.model_digest import model_digest
+from ropewalk.studies.evaluation.plan import EvalError, LengthPlan, Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ropewalk.studies.evaluation.intervals import mean, proportion
 from ropewalk.studies.evaluation.plan import METHODS, LengthPlan, Variant
 from ropewalk.studies.evaluation.report import LengthReport
-from ropewalk.studies.harness.intervals import mean, proportion
 
 
 @dataclass(frozen=True, slots=True)

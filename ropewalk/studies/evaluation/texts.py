@@ -9,9 +9,7 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.haystack import LINES_A_TOKEN, Haystack
 from ropewalk.server.corpus.held_out import Document, library_documents
 from ropewalk.server.corpus.needles import random_needles
-from ropewalk.studies.evaluation.plan import LengthPlan
-from ropewalk.studies.harness.eval_run import EvalError
-from ropewalk.studies.ruler.make import read_essays
+from ropewalk.studies.evaluation.plan import EvalError, LengthPlan
 
 NEEDLES = 4  # max in a context
 _TRIES = 20
@@ -37,9 +35,6 @@ class Texts:
     @property
     def num_tokens(self) -> int:
         return sum(len(each.token_ids) for each in self.sources)
-
-    def words(self) -> list[str]:
-        return [word for each in self.sources for word in each.text.split()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +116,6 @@ def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int
             f"has, got {longest}; --text names more of it"
         )
     return Texts((joined,), special_ids, is_joined=True)
-
-
-def make_task_texts(
-    documents: Sequence[Document], tokenizer: Tokenizer, tasks: Sequence[str]
-) -> Texts:
-    """Keep every document for tasks that read essays, and none for the others."""
-    if read_essays(tasks):
-        return make_texts(documents, tokenizer, 0)
-    return Texts((), tokenizer.leading_special_ids(), is_joined=False)
 
 
 def choose_windows(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[LengthWindow]:

@@ -1,1 +1,1 @@
-"""Records, intervals, progress and plots of the commands that measure a model or a server."""
+"""Options, progress, tables and plots of the commands that measure a model or a server."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.rope import Frequencies, NativeRope, PositionMethod, Tier, Unscaled, longest
 from ropewalk.rope.decay import decay_bound
-from ropewalk.studies.harness.frame import aligned, number
+from ropewalk.studies.harness.text_table import aligned, number
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.rope import NativeRope, Tier
-from ropewalk.studies.harness.frame import aligned
+from ropewalk.studies.harness.text_table import aligned
 from ropewalk.studies.inspection.decay import (
     DeploymentTables,
     decay_json,

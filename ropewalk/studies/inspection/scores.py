@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.rope import Frequencies, NativeRope
 from ropewalk.rope.decay import Moments, expected_score, score_spread
-from ropewalk.studies.harness.frame import aligned
+from ropewalk.studies.harness.text_table import aligned
 from ropewalk.studies.inspection.decay import DeploymentTables, read_values
 from ropewalk.studies.inspection.layer_statistics import LayerStatistics
 

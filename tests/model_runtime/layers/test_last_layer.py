@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers import last_layer
@@ -16,7 +15,6 @@ from ropewalk.model_runtime.layers.fused.decoder import restore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
-from ropewalk.studies.policies.stale_keys import StaleKeyRunner
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import tiny_checkpoint
 
@@ -37,9 +35,9 @@ def span(token_ids: list[int], first: int, pages: Sequence[int], rows: range) ->
     return Span(token_ids, first, pages, 0, rows)
 
 
-def runner_of(checkpoint: Checkpoint, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
+def runner_of(checkpoint: Checkpoint) -> ModelRunner:
     """A runner over a cache of its own; the table_id of its only table is 0."""
-    runner = build_runner(checkpoint, CONFIG, make=make)
+    runner = build_runner(checkpoint, CONFIG)
     native = checkpoint.native
     scaling = native.tables[native.scaled_layer_type].scaling
     assert runner.table_id(Profile(scaling)) == 0
@@ -106,43 +104,6 @@ def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -
     logits_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])
     assert logits_RV.shape == (len(rows), VOCAB_SIZE)
     assert widths.found == [computed]
-
-
-def test_cached_rotated_keys_are_written_for_all_rows() -> None:
-    """The comparison's runner has a step of its own, which must write all keys too."""
-    checkpoint = tiny_checkpoint("llama")
-    found = []
-    for rows in (range(LONG), range(LONG - 1, LONG)):
-        runner = runner_of(checkpoint, StaleKeyRunner)
-        prompt_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])
-        found.append((prompt_RV[-1:], runner.run([span([5], LONG, PAGES, range(1))])))
-    for few_RV, all_RV in zip(*found, strict=True):
-        assert torch.equal(few_RV, all_RV)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v2", "deepseek_v3"])
-def test_cached_rotated_keys_give_the_same_logits_under_one_table(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They differ after a tier change only. Rotated tensors are not reordered again."""
-    reordered = []
-    in_cache_order = LayerPlan.in_cache_order
-
-    def noted(plan: LayerPlan, x_D: Tensor) -> Tensor:
-        reordered.append(plan.layer_type)
-        return in_cache_order(plan, x_D)
-
-    monkeypatch.setattr(LayerPlan, "in_cache_order", noted)
-    checkpoint = tiny_checkpoint(architecture)
-    found = []
-    for make in (ModelRunner, StaleKeyRunner):
-        runner = runner_of(checkpoint, make)
-        prompt_RV = runner.run([span(ids(LONG, 1), 0, PAGES, range(LONG))])
-        found.append(torch.cat([prompt_RV, runner.run([span([5], LONG, PAGES, range(1))])]))
-    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=0)
-    assert reordered
-    assert None not in reordered
 
 
 def test_spans_are_cut_where_it_spares_something() -> None:

@@ -71,7 +71,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def plan_of(*arguments: str) -> Any:
     """The plan of a command line: its windows, queries and cells."""
     settings = load_settings({})
-    params = evaluate.commands["lengths"].make_context("lengths", [*arguments]).params
+    params = evaluate.make_context("eval", [*arguments]).params
     names = [each.name for each in fields(LengthOptions) if each.name in params]
     options = LengthOptions(**{name: params[name] for name in names})
     return make_plan(options, native_of(settings))
@@ -234,8 +234,6 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
     [
         (["--context-lens", "300000"], "--context-lens must be <= "),
         (["--context-lens", "12"], "--context-lens must be >= 64 tokens, got 12"),
-        (["--methods", "yarm"], "--methods must be of none, linear, ntk, dynamic, yarn"),
-        (["--depths", "0,101"], "--depths must be from 0 to 100 percent, got 101"),
         (["--target-tokens", "128"], "--target-tokens must be < 128 (the shortest of"),
         (["--windows", "0", "--queries", "0"], "--windows and --queries must not both be 0"),
         (["--text", "/nowhere.txt"], "--text: cannot read /nowhere.txt"),
@@ -247,6 +245,6 @@ def test_an_option_that_cannot_be_measured_is_refused_by_name(
     """The command exits with code 2 before any measurement."""
     ended = invoke(*arguments, "--output", str(tmp_path))
     assert ended.exit_code == 2
-    assert ended.stderr.splitlines()[-1].startswith("ropewalk eval: ")
+    assert ended.stderr.splitlines()[-1].startswith("ropewalk: ")
     assert sentence in ended.stderr
     assert not (tmp_path / "results.jsonl").exists()

@@ -13,7 +13,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.server.corpus.haystack import Haystack, Query
 from ropewalk.server.corpus.held_out import Document
 from ropewalk.server.corpus.needles import FORMS, SENTENCE
-from ropewalk.studies.evaluation.plan import LengthPlan
+from ropewalk.studies.evaluation.intervals import Z, exponential, mean, proportion
+from ropewalk.studies.evaluation.plan import EvalError, LengthPlan
 from ropewalk.studies.evaluation.texts import (
     Texts,
     choose_haystacks,
@@ -21,8 +22,6 @@ from ropewalk.studies.evaluation.texts import (
     make_texts,
     read_documents,
 )
-from ropewalk.studies.harness.eval_run import EvalError
-from ropewalk.studies.harness.intervals import Z, exponential, mean, proportion
 from tests.sampling import few
 
 DEPTHS = (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0)

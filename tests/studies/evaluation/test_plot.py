@@ -32,7 +32,7 @@ def report_of(shares: dict[Variant, list[int]]) -> Any:
 
     rows = {
         variant: [
-            LengthRow(variant, length, 1.0, {RETRIEVAL: queries(num_right)}, {})
+            LengthRow(variant, length, 1.0, {RETRIEVAL: queries(num_right)})
             for length, num_right in zip(lens, numbers, strict=True)
         ]
         for variant, numbers in shares.items()

@@ -1,7 +1,5 @@
 """Position methods as variants of an evaluation."""
 
-from typing import Any
-
 import pytest
 
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
@@ -9,12 +7,12 @@ from ropewalk.rope import NativeRope, native_rope
 from ropewalk.studies.evaluation.plan import (
     METHODS,
     PLACED,
+    EvalError,
     LengthOptions,
     LengthPlan,
     Variant,
     make_plan,
 )
-from ropewalk.studies.harness.eval_run import EvalError
 
 NATIVE: NativeRope = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 
@@ -23,22 +21,9 @@ def plan(
     context_lens: tuple[int, ...], methods: tuple[str, ...] = ("rerope", "dual_chunk")
 ) -> LengthPlan:
     """A plan over the methods of positions."""
-    numbers: dict[str, Any] = {"num_windows": 1, "target_tokens": None, "num_queries": 0}
-    others: dict[str, Any] = {"forms": (), "depths": (), "seed": 0, "texts": (), "output": None}
-    files: dict[str, Any] = {"squad": None, "hotpotqa": None}
+    policies = ("fixed", "by_position", "grow")
     options = LengthOptions(
-        context_lens=context_lens,
-        methods=methods,
-        rope_policies=("fixed", "by_position", "grow"),
-        native_len=None,
-        prefixes=False,
-        resumes=False,
-        suggest=(),
-        tasks=(),
-        num_samples=0,
-        **numbers,
-        **others,
-        **files,
+        context_lens=context_lens, methods=methods, rope_policies=policies, num_queries=0
     )
     return make_plan(options, NATIVE)
 

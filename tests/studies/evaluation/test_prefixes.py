@@ -1,4 +1,4 @@
-"""`ropewalk eval lengths --prefixes`, which reads a text once, and `--native-len`."""
+"""`ropewalk eval --prefixes`, which reads a text once, and `--native-len`."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def invoke(*arguments: str) -> Result:
 
 def plan_of(*arguments: str) -> LengthPlan:
     """The plan of a command line."""
-    params = evaluate.commands["lengths"].make_context("lengths", [*arguments]).params
+    params = evaluate.make_context("eval", [*arguments]).params
     names = [each.name for each in fields(LengthOptions) if each.name in params]
     options = LengthOptions(**{name: params[name] for name in names})
     return make_plan(options, native_of(load_settings({})))
@@ -237,8 +237,7 @@ def test_more_texts_than_there_are_are_refused(tmp_path: Path, embedded: Checkpo
     (source,) = make_texts(read_documents((path,)), embedded.tokenizer, 1024).sources
     most = len(source.token_ids) // 1023  # and the special token before them
     assert line == (
-        f"ropewalk eval: --windows must be <= {most}, so many texts of 1024 tokens there are; "
-        "got 99"
+        f"ropewalk: --windows must be <= {most}, so many texts of 1024 tokens there are; got 99"
     )
 
 
@@ -297,8 +296,6 @@ def test_a_stated_length_is_where_tiers_begin(tmp_path: Path, embedded: Checkpoi
             ("--native-len", "128", "--methods", "none,rerope"),
             "--native-len 128 needs a checkpoint without scaling, and methods without positions",
         ),
-        (("ruler", "--native-len", "128"), "--native-len is an option of"),
-        (("ruler", "--prefixes"), "--prefixes is an option of `ropewalk eval lengths`"),
     ],
 )
 def test_a_length_or_prefixes_that_mean_nothing_are_refused(

@@ -39,7 +39,7 @@ def report(*variants: Variant) -> LengthReport:
                 WindowScore("x", each * tokens, tokens, 4 * tokens)
                 for each, tokens in zip(nats, (10, 20), strict=True)
             ]
-            rows.append(LengthRow(variant, context_len, 8.0, {"perplexity": windows}, {}))
+            rows.append(LengthRow(variant, context_len, 8.0, {"perplexity": windows}))
     plan = SimpleNamespace(native_len=256, context_lens=LENS, variants=variants)
     made: Any = SimpleNamespace(plan=plan, rows=rows, model="m")
     made.of = lambda variant: [row for row in rows if row.variant == variant]

@@ -23,7 +23,7 @@ def row(variant: Variant, nats: Sequence[float], num_right: int) -> LengthRow:
     queries = tuple(
         QueryScore(FORMS[0].name, 0.5, 100, number < num_right, "") for number in range(NUM_QUERIES)
     )
-    return LengthRow(variant, 1024, 4.0, {PERPLEXITY: windows, RETRIEVAL: queries}, {})
+    return LengthRow(variant, 1024, 4.0, {PERPLEXITY: windows, RETRIEVAL: queries})
 
 
 def chosen(*rows: LengthRow) -> str:

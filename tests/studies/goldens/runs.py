@@ -5,7 +5,6 @@ from a record beside its files, and bench gets times that were made up. `--anew`
 records of eval again, and then all its numbers change.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -19,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
@@ -35,12 +33,10 @@ from ropewalk.studies.evaluation import subject
 from ropewalk.studies.evaluation.command import evaluate
 from ropewalk.studies.inspection import heads
 from ropewalk.studies.inspection.command import inspect
-from ropewalk.studies.policies import run as crossing_run
 from tests.studies.goldens.figures import in_words
-from tests.studies.ruler.qa_data import squad, written
 
 GOLDENS = Path(__file__).parent
-RECORDS = ("results.jsonl", "crossings.jsonl")
+RECORD = "results.jsonl"
 _EVAL = ("eval", "--text", "text.txt", "--output", "out", "--dtype", "float32", "--device", "cpu")
 _INSPECT = ("inspect", "--dtype", "float32", "--device", "cpu")
 _TIERS = ("--rope-tiers", "1,2,8")
@@ -60,19 +56,6 @@ RUNS: dict[str, tuple[str, ...]] = {
         *_EVAL, "--prefixes", "--methods", "none,yarn", "--rope-policies", "by_position,grow",
         "--context-lens", "64,128,256", "--native-len", "128", "--windows", "2", "--queries", "0",
     ),
-    "eval-ruler": (
-        *_EVAL, "--tasks", "niah_single_1,niah_single_2,qa_1", "--squad", "squad.json",
-        "--samples", "2", "--context-lens", "256,512", "--methods", "none,yarn",
-        "--rope-policies", "grow",
-    ),
-    "eval-vt": (
-        "eval", "--tasks", "vt", "--samples", "1", "--context-lens", "512", "--methods", "linear",
-        "--output", "out", "--dtype", "float32", "--device", "cpu",
-    ),
-    "eval-policies": (
-        *_EVAL, "--policies", "--methods", "yarn,dynamic@8", "--crossings", "1,2",
-        "--windows", "3", "--windows-together", "2", "--scored-tokens", "4", "--native-len", "128",
-    ),
     "inspect-text": (*_INSPECT, "--memory-gib", "1", "--config", "two.yaml", "--plot", "plot.png"),
     "inspect-json": (*_INSPECT, "--memory-gib", "0.001", "--config", "two.yaml", "--json"),
     "inspect-heads": (
@@ -91,9 +74,6 @@ RUNS: dict[str, tuple[str, ...]] = {
         *_BENCH, "--output-tokens", "1", "--requests", "2", "--json", "-", "--plot", "plot.png",
     ),
     "eval-help": ("eval", "--help"),
-    "eval-lengths-help": ("eval", "lengths", "--help"),
-    "eval-ruler-help": ("eval", "ruler", "--help"),
-    "eval-policies-help": ("eval", "policies", "--help"),
     "inspect-help": ("inspect", "--help"),
     "bench-help": ("bench", "--help"),
 }  # fmt: skip
@@ -110,27 +90,7 @@ REFUSED = tuple(
     eval --target-tokens 300 --context-lens 256
     eval --methods string --context-lens 4096
     eval --text nowhere.txt
-    eval --samples 3
-    eval --squad squad.json
-    eval --crossings 2
     eval --suggest x
-    eval --tasks foo
-    eval --tasks vt --queries 3
-    eval --tasks vt --windows 3
-    eval --tasks vt --text text.txt
-    eval --tasks qa_1
-    eval --tasks vt --squad squad.json
-    eval --tasks vt --policies
-    eval --policies --queries 3
-    eval --policies --context-lens 256
-    eval --policies --samples 3
-    eval --policies --windows 0
-    eval --policies --crossings 0
-    eval --policies --methods linear@x
-    eval --policies --methods none
-    eval ruler --queries 3
-    eval ruler --squad nowhere.json --context-lens x
-    eval policies --tasks vt
     inspect --memory-gib -1
     inspect --heads 9
     inspect --heads x
@@ -171,13 +131,11 @@ def told(embedded: Checkpoint, folder: Path) -> Iterator[dict[str, Any]]:
     lines = [" ".join(rng.choices(_WORDS.split(), k=rng.randint(3, 9))) for _ in range(700)]
     (folder / "text.txt").write_text("".join(f"{line} = {len(line)}\n" for line in lines))
     (folder / "two.yaml").write_text(_TWO)
-    written(folder / "squad.json", squad(12))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for module in (subject, crossing_run, heads):
+        for module in (subject, heads):
             patch.setattr(module, "load_model", lambda *_, **__: embedded)
         patch.setattr(Figure, "savefig", savefig)
-        patch.setattr(torch, "get_num_threads", lambda: 1)  # a part of the record's keys
         for name, stub in _STUBS.items():
             patch.setattr(bench_run, name, stub)
         yield figures
@@ -187,11 +145,10 @@ def produce(name: str, embedded: Checkpoint, folder: Path) -> dict[str, str]:
     """Run a command in an empty folder; return each of its outputs and files by name."""
     record = GOLDENS / name
     (folder / "out").mkdir()
-    for each in RECORDS:
-        if (record / each).exists():
-            shutil.copy(record / each, folder / "out" / each)
+    if (record / RECORD).exists():
+        shutil.copy(record / RECORD, folder / "out" / RECORD)
     # A command keeps the option --help of its first call, which another test may have made alone.
-    for command in (evaluate, *evaluate.commands.values(), inspect, bench):
+    for command in (evaluate, inspect, bench):
         command._help_option = None
     with told(embedded, folder) as figures:
         ended = CliRunner().invoke(ropewalk, RUNS[name])
@@ -204,13 +161,9 @@ def produce(name: str, embedded: Checkpoint, folder: Path) -> dict[str, str]:
     }
     if (folder / "numbers.json").exists():
         texts["numbers.json"] = (folder / "numbers.json").read_text()
-    for path in sorted((folder / "out").rglob("*")):
-        if path.parent.name == "out" and path.is_file() and path.suffix != ".png":
+    for path in sorted((folder / "out").iterdir()):
+        if path.suffix != ".png":
             texts[path.name] = path.read_text()
-        elif path.suffix == ".jsonl":
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            texts.setdefault("ruler.txt", "")
-            texts["ruler.txt"] += f"{digest} {path.relative_to(folder)}\n"
     for path, figure in figures.items():
         shown = json.dumps(figure, indent=1) + "\n"
         texts[f"{path}.json"] = re.sub(r"\[[^\[\]{}]*\]", lambda each: _in_a_line(each[0]), shown)
@@ -286,15 +239,6 @@ _STUBS: dict[str, Any] = {
 }
 
 
-def _give_scores(path: Path) -> None:
-    """Write scores into a record of tasks, because so small a model has none."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for number, line in enumerate(lines):
-        for at, each in enumerate(line["results"]):
-            each["share"] = (1.0, 1.0, 0.5, 1.0, 0.25)[(2 * number + at) % 5]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
 def main() -> None:
     """Write all files again."""
     os.environ["COLUMNS"] = "80"
@@ -308,8 +252,6 @@ def main() -> None:
             (GOLDENS / name).mkdir(exist_ok=True)
             for each, text in texts.items():
                 (GOLDENS / name / each).write_text(text)
-            if "--anew" in sys.argv and name == "eval-ruler":
-                _give_scores(GOLDENS / name / "results.jsonl")
     with TemporaryDirectory() as folder:
         (GOLDENS / "refusals.txt").write_text(refusals(embedded, Path(folder)))
 

@@ -55,6 +55,6 @@ def test_outputs_are_those_that_are_kept(
 def test_refusals_are_those_that_are_kept(
     embedded: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options that a comparison cannot use are named with their limits and values."""
+    """Options that a command cannot use are named with their limits and values."""
     monkeypatch.setenv("COLUMNS", "80")
     assert refusals(embedded, tmp_path) == (GOLDENS / "refusals.txt").read_text()

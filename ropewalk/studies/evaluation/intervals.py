@@ -4,10 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-_RESAMPLES = 5000
-_SEED = 0  # the same values give the same interval
 Z = 1.959964  # of the normal distribution, 95 % two-sided
 
 
@@ -19,22 +15,9 @@ class Estimate:
     low: float | None  # None: one observation has no spread
     high: float | None
 
-    def times(self, factor: float) -> "Estimate":
-        """Return all three numbers times a factor."""
-        low, high = (None if each is None else factor * each for each in (self.low, self.high))
-        return Estimate(factor * self.value, low, high)
 
-    def reaches(self) -> tuple[float, float]:
-        """Return how far the interval reaches below the number and above it, for its bar."""
-        low, high = (self.value if each is None else each for each in (self.low, self.high))
-        return max(0.0, self.value - low), max(0.0, high - self.value)
-
-
-def proportion(num_right: float, num_all: int) -> Estimate:
-    """Return a share and its Wilson score interval (Wilson 1927), which stays within 0 and 1.
-
-    `num_right` may count partly right answers by their share. The interval is then too wide.
-    """
+def proportion(num_right: int, num_all: int) -> Estimate:
+    """Return a share and its Wilson score interval (Wilson 1927), which stays within 0 and 1."""
     share = num_right / num_all
     spread = Z * math.sqrt(share * (1 - share) / num_all + Z**2 / (4 * num_all**2))
     middle = share + Z**2 / (2 * num_all)
@@ -53,14 +36,6 @@ def mean(values: Sequence[float]) -> Estimate:
     variance = math.fsum((each - middle) ** 2 for each in values) / (len(values) - 1)
     reach = Z * math.sqrt(variance / len(values))
     return Estimate(middle, middle - reach, middle + reach)
-
-
-def bootstrap(values: Sequence[float]) -> Estimate:
-    """Return the mean, and the percentile interval of resampled means (Efron 1979)."""
-    drawn = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
-    means = np.asarray(values, dtype=np.float64)[drawn].mean(axis=1)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return Estimate(math.fsum(values) / len(values), float(low), float(high))
 
 
 def exponential(nats: Estimate) -> Estimate:

@@ -9,7 +9,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.files.folder_files import weight_files
 
 
-def model_digest(checkpoint: Checkpoint, kv_cache_dtype: str = EXACT, page_size: int = 0) -> str:
+def model_digest(checkpoint: Checkpoint, kv_cache_dtype: str, page_size: int) -> str:
     """Return a digest of a model as it was loaded from its folder or file.
 
     Rounding differs between dtypes and device types, so the digest has both. It tells quantised

@@ -1,1 +1,0 @@
-"""`ropewalk eval policies`: the same sequences under each policy, across tiers."""
