@@ -66,14 +66,11 @@ class RequestState:
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         on_output: OnOutput,
-        constraint: Constraint | None = None,
     ) -> "RequestState":
-        """Build the state of a new request.
-
-        `constraint`: the constraint of its answer; None: that of its grammar, if it has one.
-        """
+        """Build the state of a new request."""
         answer = Answer(request, tokenizer, eos_token_ids)
-        if constraint is None and request.grammar is not None:
+        constraint = None
+        if request.grammar is not None:
             constraint = request.grammar.begin(answer.end_ids, request.sampling.allowed)
         state = cls(TokenSequence(request), answer, on_output, constraint)
         if request.wants_timings:

@@ -5,19 +5,19 @@ The routes refuse such values. The engine does not rely on it.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ropewalk.model_runtime.engine.engine_core import EngineCore
-from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.errors import GrammarError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.grammar import Constraint
 from tests.checkpoints.tiny_models import VOCAB_SIZE
-from tests.doubles.deferred_runner import END, Answers, core_of
+from tests.doubles.deferred_runner import Answers, core_of
 from tests.doubles.engines import Result, deployment_of, request
 from tests.oracles.draft_adversary import use_adversary
 
@@ -105,10 +105,13 @@ def test_a_request_that_starts_among_decodes_ends_alone(
 
 
 class Broken(Constraint):
-    """A grammar whose state cannot be computed."""
+    """A grammar whose state cannot be computed; it is its own constraint."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def begin(self, *_: object) -> Constraint:
+        return self
 
     def look(self) -> bool:
         """Raise the error."""
@@ -130,14 +133,9 @@ def test_a_grammar_that_fails_ends_its_request_only(
     expected = served(core_of(llama_checkpoint, is_ahead=False), llama_checkpoint, others)
     core = core_of(llama_checkpoint, is_ahead=False)
     answers = Answers(core, llama_checkpoint)
-    bad = request(deployment_of(llama_checkpoint), [9, 9], max_tokens=20)
-    outputs = answers.outputs[bad.request_id] = []
-    core.add(
-        RequestState.of(
-            bad, llama_checkpoint.tokenizer, END, outputs.append, constraint=Broken(error)
-        )
-    )
-    answers.add(*others)
+    grammar: Any = Broken(error)
+    bad = replace(request(deployment_of(llama_checkpoint), [9, 9], max_tokens=20), grammar=grammar)
+    answers.add(bad, *others)
     answers.finish()
     found = answers.results()
     assert found.pop(bad.request_id).finish_reason is reason
