@@ -14,7 +14,7 @@ Shapes: R = rows that go on.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
     STEP,
     AttentionCall,
     LayerPlan,
+    PagedStep,
     StateCall,
 )
 from ropewalk.model_runtime.errors import ModelError
@@ -34,24 +35,11 @@ class _WrittenError(Exception):
     """A signal that ends the layer's forward after keys and values are written; no failure."""
 
 
-class WritingStep(Protocol):
-    """A step that can also write without reading."""
-
-    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
-        """Return the result of a layer with states."""
-
-    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """Write and read the cache; return the attention's output, [1, T, H, V]."""
-
-    def write(self, layer_idx: int, call: AttentionCall) -> None:
-        """Write keys and values of the step's tokens to the cache."""
-
-
 class PrunedStep:
     """A step with all tokens up to the last layer's keys and values, then with the logits rows."""
 
     def __init__(
-        self, every: WritingStep, pruned: WritingStep, rows_R: Tensor, last_layer: int
+        self, every: PagedStep, pruned: PagedStep, rows_R: Tensor, last_layer: int
     ) -> None:
         """Combine two steps. `rows_R`: indices of the tokens of `pruned` in `every`."""
         self.every = every

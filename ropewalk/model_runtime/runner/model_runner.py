@@ -33,7 +33,6 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
-    WritingStep,
     host_logits_indices,
     logits_indices,
     pruned_layer,
@@ -353,7 +352,7 @@ class ModelRunner:
         step = PrunedStep(every, self._step(small), rows_R, self._pruned_layer)
         return step, small.logit_rows_R
 
-    def _step(self, batch: Batch) -> WritingStep:
+    def _step(self, batch: Batch) -> PagedStep:
         states = self._states
         step = PagedStep(
             batch, self._store, self._tables, self._plans, self._backend, states=states
