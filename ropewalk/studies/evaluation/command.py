@@ -30,6 +30,7 @@ def evaluate(**flags: Any) -> None:
     """
     options = LengthOptions(**{each.name: flags.pop(each.name) for each in fields(LengthOptions)})
     with sentences():
+        log_to_stderr()
         settings = load_settings(given(flags))
         # Imported here, so that a wrong setting does not wait for the import of transformers.
         from ropewalk.studies.evaluation.plot import plot  # noqa: PLC0415
@@ -38,7 +39,6 @@ def evaluate(**flags: Any) -> None:
         from ropewalk.studies.evaluation.run import run_lengths  # noqa: PLC0415
         from ropewalk.studies.evaluation.suggest import suggestion  # noqa: PLC0415
 
-        log_to_stderr()
         with printed_progress() as progress:
             report = run_lengths(options, settings, progress)
         click.echo(table(report))
