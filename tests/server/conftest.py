@@ -21,8 +21,6 @@ def breakable() -> Iterator[Server]:
     """A server whose engine can be stopped and made to fail, and that logs every line."""
     flags = {
         "--api-key": KEY,
-        "--stall-seconds": "1",
-        "--max-unread-tokens": "64",
         "--send-timeout-seconds": "600",
         "--shutdown-timeout-seconds": "0",
     }

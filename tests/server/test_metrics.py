@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server.start import cpu_seconds
 from ropewalk.server.metrics import MetricFactory
-from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
-from ropewalk.server.startup.planning.serving_plan import default_context_buckets
+from ropewalk.server.startup.planning.serving_plan import MAX_CONTEXT_BUCKETS, context_buckets
 from tests.servers.processes import (
     Server,
     num_descriptors,
@@ -292,7 +291,7 @@ def test_default_buckets_have_fractions_and_multiples_of_the_trained_length(
     native_len: int, max_len: int, expected: list[int]
 ) -> None:
     """There are at most twelve with +Inf, and the last holds the longest context."""
-    found = default_context_buckets(native_len, max_len)
+    found = context_buckets(native_len, max_len)
     assert list(found) == expected
     assert len(found) < MAX_CONTEXT_BUCKETS
     assert found[-1] >= max_len

@@ -223,8 +223,7 @@ class GrammarCompiler:
         if num_bytes > self._max_bytes:
             raise refused(
                 field,
-                f"the schema must be at most {self._max_bytes} bytes (max_schema_bytes). "
-                f"Given: {num_bytes}",
+                f"the schema must be at most {self._max_bytes} bytes. Given: {num_bytes}",
             )
         return text
 
@@ -297,8 +296,7 @@ class GrammarCompiler:
         except subprocess.TimeoutExpired as error:  # `run` has killed the process
             raise refused(
                 field,
-                f"the schema takes longer than {self._seconds:g} seconds to compile "
-                "(grammar_compile_seconds)",
+                f"the schema takes longer than {self._seconds:g} seconds to compile",
             ) from error
         if ended.returncode:
             raise refused(

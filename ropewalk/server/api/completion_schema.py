@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ropewalk.model_runtime.request import MAX_LOGPROBS
 from ropewalk.server.api.generation_schema import NEUTRAL, GenerationRequest, TokenId
 from ropewalk.server.api.parts.logprobs import PROMPT_LOGPROBS, Logprobs, PromptLogprobs
 from ropewalk.server.api.parts.usage import AnswerHead, PromptProgressAnswer, TimingsAnswer, Usage
@@ -12,7 +13,7 @@ from ropewalk.server.api.rope_schema import INT64, RopeAnswer
 from ropewalk.server.api.strict_body import Body, FirstMistakes, InPieces, is_none
 from ropewalk.server.settings.request_sections import largest
 
-_MAX_PROMPTS = largest("max_prompts")
+_MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes, InPieces]
 
@@ -40,15 +41,15 @@ class CompletionRequest(GenerationRequest):
             FirstMistakes,
         ]
     ) = Field(examples=["Once upon a time"])
-    """A text, token ids, or a list of either with at most `max_prompts` (64) prompts. The server
+    """A text, token ids, or a list of either with at most 64 prompts. The server
     adds special tokens to a string (`add_special_tokens`), not to token ids."""
     add_special_tokens: bool | None = None
     """Adds the special tokens in front of a string (vLLM's field). A string that begins with them
     itself, such as `<s>`, has them once. llama.cpp and vLLM add them again. Default: true."""
     max_tokens: int | None = Field(None, ge=0, le=INT64, examples=[100])
     """The most tokens of an answer. 0 needs `echo`. Default: 16."""
-    logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[3])
-    """Number of alternatives per token, at most `max_logprobs` (20). The values are natural
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[3])
+    """Number of alternatives per token, at most 20. The values are natural
     logarithms of the probabilities under the raw logits."""
     echo: bool | None = None
     """The text begins with the prompt. With `logprobs`, the logprobs include those of the prompt.

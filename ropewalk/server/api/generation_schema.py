@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ropewalk.model_runtime.errors import RequestError
-from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
 from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS
 from ropewalk.server.api.parts.request_fields import HintFields, RequestFields
 from ropewalk.server.api.strict_body import Body, Few, FirstMistakes
@@ -32,7 +32,7 @@ class StreamOptions(Body):
 
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
-StopString = Annotated[str, Field(min_length=1, max_length=largest("max_stop_chars"))]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -48,6 +48,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "cache_prompt": (None, True),
 }
 _MAX_BAD_WORDS = 64
+MAX_STOP_STRINGS = 64
 
 
 class GenerationRequest(HintFields, AnswerFields, RequestFields):
@@ -75,31 +76,31 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
     logit_bias: (
         Annotated[
             dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
-            Few(largest("max_logit_bias")),
+            Few(1024),
         ]
         | None
     ) = Field(None, examples=[{"50": -100}])
-    """Numbers to add to the logits, by token id. At most `max_logit_bias` (1024) tokens."""
+    """Numbers to add to the logits, by token id. At most 1024 tokens."""
     stop: (
         StopString
         | Annotated[
             list[StopString],
-            Field(max_length=largest("max_stop_strings"), fail_fast=True),
+            Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
             FirstMistakes,
         ]
         | None
     ) = Field(None, examples=[["\n\n"]])
-    """The text ends before the stop string. At most `max_stop_strings` (64) of at most
-    `max_stop_chars` (256) characters each."""
+    """The text ends before the stop string. At most 64 of at most 256 characters
+    each."""
     stop_token_ids: (
         Annotated[
             list[TokenId],
-            Field(max_length=largest("max_stop_token_ids"), fail_fast=True),
+            Field(max_length=128, fail_fast=True),
             FirstMistakes,
         ]
         | None
     ) = Field(None, examples=[[2]])
-    """End tokens of this request (vLLM's field). At most `max_stop_token_ids` (128)."""
+    """End tokens of this request (vLLM's field). At most 128."""
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes] | None
     ) = Field(None, examples=[[5, 6, 7]])
@@ -150,11 +151,11 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
     """The prompt is its last tokens, as many as this number, and not 0 (vLLM's field). With -1, it
     is as many as leave room for `max_tokens`, or for an eighth of the native length. A text with
     more characters than the longest context can hold gets 400 all the same."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[1])
-    """Number of alternatives for each token of the prompt, at most `max_logprobs` (20) (vLLM's
-    field). The answer has `prompt_logprobs`, a list of null and then objects by token id, with
-    `logprob`, `decoded_token` and `rank`. The rank is null if the token is not among the
-    alternatives that the server looks at. Cannot be streamed."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[1])
+    """Number of alternatives for each token of the prompt, at most 20 (vLLM's field). The answer
+    has `prompt_logprobs`, a list of null and then objects by token id, with `logprob`,
+    `decoded_token` and `rank`. The rank is null if the token is not among the alternatives that the
+    server looks at. Cannot be streamed."""
     return_token_ids: bool | None = None
     """The choice has `token_ids` and `prompt_token_ids` (vLLM's field). In a stream, each event has
     the ids of its tokens, and the first event of a choice has those of the prompt. Default:
@@ -292,18 +293,10 @@ def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: i
     The schema refuses only what no setting allows. The engine checks what its memory holds, and
     none of these.
     """
-    stop, num_ids = body.stop_strings, len(body.stop_token_ids or ())
-    num_logprobs = max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
     errors = [
         RequestError(f"`{param}` must be at most {most} {unit}. Given: {given}", param=param)
         for param, most, unit, given in (
-            (body.prompt_field, settings.max_prompts, "prompts", body.num_prompts),
             (body.answers_field, settings.max_n, "answers", body.num_answers),
-            ("stop", settings.max_stop_strings, "strings", len(stop)),
-            ("stop", settings.max_stop_chars, "characters each", max(map(len, stop), default=0)),
-            ("stop_token_ids", settings.max_stop_token_ids, "tokens", num_ids),
-            ("logit_bias", settings.max_logit_bias, "tokens", len(body.logit_bias or ())),
-            ("logprobs", settings.max_logprobs, "alternatives", num_logprobs),
             ("max_time", settings.max_request_seconds, "seconds", body.max_time),
         )
         if given is not None and most is not None and given > most

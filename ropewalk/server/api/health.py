@@ -14,6 +14,8 @@ from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS
 from ropewalk.server.version import own_commit, own_version
 
+STALL_S = 120.0  # longest step before the engine counts as not well
+
 
 class StatusAnswer(Body):
     """The answer of a probe that is well."""
@@ -36,7 +38,7 @@ def health_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     def problem() -> str | None:
-        return problem_of(service.engine, service.settings.stall_seconds)
+        return problem_of(service.engine, STALL_S)
 
     @router.head("/live", include_in_schema=False)
     @router.get("/live", response_model=StatusAnswer)

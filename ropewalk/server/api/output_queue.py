@@ -137,7 +137,7 @@ class Submission:
             return  # already closed or aborted here
         if self._num_unread >= self._max_unread:
             # A client that does not read must not fill the memory.
-            error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
+            error = f"more than {self._max_unread} outputs were not read"
             output = Output(finish_reason=FinishReason.ERROR, error=error)
             self.is_unread = True
             self._engine.abort(self.requests[index].request_id)

@@ -21,6 +21,8 @@ from ropewalk.server.api.output_queue import Submission
 if TYPE_CHECKING:
     from ropewalk.server.api.service import Service  # which makes reservations
 
+MAX_UNREAD = 16_384  # outputs that the client of a stream may lag behind
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -74,7 +76,7 @@ class Reservation:
                 requests,
                 self.arrived,
                 self.places,
-                max_unread=self.service.settings.max_unread_tokens,
+                max_unread=MAX_UNREAD,
                 stream_interval=self.service.settings.stream_interval,
             )
 

@@ -237,9 +237,6 @@ class Service:
         """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
         limit = self.max_len * self.tokenizer.longest_token
         why = f"{self.max_len} tokens of at most {self.tokenizer.longest_token}"
-        max_prompt_chars = self.settings.max_prompt_chars
-        if max_prompt_chars is not None and max_prompt_chars < limit:
-            limit, why = max_prompt_chars, "max_prompt_chars"
         if num_characters > limit:
             raise RequestError(
                 f"`{param}` must be at most {limit} characters ({why}). Given: {num_characters}",

@@ -29,7 +29,7 @@ class JsonSchemaField(Body):
     """A name without effect."""
     schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
     """The JSON schema that the answer satisfies (docs/api.md#structured-answers). At most
-    `max_schema_bytes` (65536)."""
+    65536 bytes."""
     strict: bool | None = None
     """Without effect: every schema is strict."""
     description: str | None = Field(None, max_length=4096, examples=["A colour."])
@@ -128,8 +128,7 @@ class StructuredOutputs(Body):
     )
     """A regular expression of at most 64 characters for the whitespace in one place of JSON. It may
     also be left out there. The parts are spaces, `\\t`, `\\n`, `\\r`, classes, groups, `?` and
-    bounds such as `{0,4}`. A pattern without bounds gets 400. Default: the setting
-    `whitespace_pattern`."""
+    bounds such as `{0,4}`. A pattern without bounds gets 400. Default: `[ ]?`."""
     disable_any_whitespace: bool | None = None
     """With true, JSON has no whitespace. With false, one place contains up to 32 characters of any
     whitespace of JSON."""

@@ -156,10 +156,10 @@ class _Arriving:
         else:
             exceeded = await self.large.run(shape.exceeds)
         if exceeded == "depth":
-            told = f"The body must be nested at most {limits.max_depth} deep (max_json_depth)."
+            told = f"The body must be nested at most {limits.max_depth} deep."
             raise _RefusedError(400, told, "body_too_deep")
         if exceeded == "values":
-            told = f"The body must have at most {limits.max_values} values (max_json_values)."
+            told = f"The body must have at most {limits.max_values} values."
             raise _RefusedError(400, told, "too_many_values")
         if exceeded == "numbers":
             told = f"The body must have at most {limits.max_numbers} numbers, by its commas."

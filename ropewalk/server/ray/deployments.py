@@ -16,6 +16,7 @@ from ropewalk.server.ray.sent_settings import (
 )
 from ropewalk.server.ray.server_replica import ServerReplica
 from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.settings.route_settings import SILENCE_S
 
 SERVERS = "Server"
 _HEALTH_PERIOD_S = 2.0
@@ -73,7 +74,7 @@ def _lifetime(settings: ServeSettings) -> dict[str, float]:
     """Return how Ray looks after a replica, and lets it end."""
     return {
         "health_check_period_s": _HEALTH_PERIOD_S,
-        "health_check_timeout_s": settings.replica_silence_seconds,
+        "health_check_timeout_s": SILENCE_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": settings.shutdown_timeout_seconds + _FAREWELL_S,
     }

@@ -33,7 +33,6 @@ class SentSettings:
     router_key: str = field(repr=False)
     num_threads: int
     max_step_tokens: int
-    silence_s: float
     shutdown_s: float
     log_format: Literal["logfmt", "json", "console"]
     log_level: Literal["debug", "info", "warning", "error"]
@@ -61,7 +60,6 @@ class SentSettings:
             router_key,
             num_threads,
             settings.max_num_batched_tokens or _STEP_TOKENS,
-            settings.replica_silence_seconds,
             settings.shutdown_timeout_seconds,
             settings.log_format,
             settings.log_level,
@@ -98,12 +96,4 @@ def route_settings_of(settings: ServeSettings, router_key: str) -> RouteSettings
         stated["max_body_bytes"] = min(MAX_BODY_BYTES, of_all)
     if of_all is None and of_one is not None:
         stated["max_total_body_bytes"] = max(MAX_TOTAL_BODY_BYTES, 4 * of_one)
-    return RouteSettings(
-        **stated,
-        router_key=router_key,
-        silence_seconds=settings.replica_silence_seconds,
-        wait_seconds=settings.replica_wait_seconds,
-        continue_attempts=settings.continue_attempts,
-        routing=settings.routing,
-        routing_decode_weight=settings.routing_decode_weight,
-    )
+    return RouteSettings(**stated, router_key=router_key)

@@ -24,6 +24,7 @@ from ropewalk.server.router.upstream import LostError, Pool, Target
 from ropewalk.server.sentences import DIED, HINT, USAGE_ERROR
 from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
 from ropewalk.server.settings.problems import ENV_PREFIX
+from ropewalk.server.settings.route_settings import SILENCE_S
 
 _LOOK_S = 1.0  # between two looks at the server
 _FAREWELL_S = 8.0  # for the server to end, after the time that running requests have
@@ -57,7 +58,7 @@ class ServerReplica:
         self._url, self._banner = await self._started()
         parts = urlsplit(self._url)
         target = Target(str(parts.hostname), int(parts.port or 0), parts.netloc)
-        self._pool = Pool(target, None, sent.silence_s)
+        self._pool = Pool(target, None, SILENCE_S)
         self._tasks = [asyncio.ensure_future(each) for each in (self._end_with_it(), self._watch())]
 
     async def _started(self) -> tuple[str, str]:
@@ -125,10 +126,10 @@ class ServerReplica:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                async with asyncio.timeout(self._sent.silence_s):
+                async with asyncio.timeout(SILENCE_S):
                     status, body = await self._get("/ready")
             except (TimeoutError, LostError):
-                if time.monotonic() - heard > 2 * self._sent.silence_s and not self._is_ending:
+                if time.monotonic() - heard > 2 * SILENCE_S and not self._is_ending:
                     _log.error("server_stands_still")
                     self._process.kill()
                 continue

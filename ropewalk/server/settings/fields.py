@@ -21,8 +21,6 @@ from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS, Limit
 from ropewalk.rope import ROPE_TYPES
 from ropewalk.server.strict_json import TwiceError, object_of
 
-MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
-
 
 def setting(
     default: Any, text: str, *, unit: str = "", flags: Collection[str] = (), **limits: Any
@@ -170,7 +168,6 @@ Numbers = Annotated[
     BeforeValidator(_split),
     AfterValidator(_rising),
 ]
-Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[Names, BeforeValidator(_not_empty)]
 HostNames = Annotated[Names, AfterValidator(_host_names)]

@@ -28,7 +28,6 @@ from ropewalk.server.settings.problems import (
 )
 from ropewalk.server.settings.request_sections import (
     AccessSettings,
-    GrammarSettings,
     HttpSettings,
     LimitSettings,
     LogSettings,
@@ -59,7 +58,6 @@ class ServeSettings(
     AccessSettings,
     LogSettings,
     LimitSettings,
-    GrammarSettings,
     ReplicaSettings,
     BaseSettings,
 ):

@@ -1,21 +1,17 @@
-"""Settings for requests to the port: HTTP, access, request limits and grammars."""
+"""Settings for requests to the port: HTTP, access and request limits."""
 
 import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic_settings import NoDecode
 
-from ropewalk.model_runtime.request import MAX_LOGPROBS
-from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, checked_whitespace
 from ropewalk.server.settings.fields import (
-    MAX_CONTEXT_BUCKETS,
     FromJson,
     GenerationDefaults,
     HostNames,
-    Integers,
     Keys,
     Names,
     OffIsAWord,
@@ -33,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpSettings(Section):
-    """HTTP and metrics"""  # noqa: D400  # a heading
+    """HTTP"""  # noqa: D400  # a heading
 
     host: str = setting("127.0.0.1", "Address to listen on.", unit="address", min_length=1)
     port: int = setting(8000, "Port to listen on. 0 picks a free one.", unit="port", ge=0, le=65535)
@@ -52,13 +48,6 @@ class HttpSettings(Section):
         unit="tokens",
         ge=1,
         le=1024,
-    )
-    context_buckets: Integers | None = setting(
-        None,
-        "Upper bounds of the metrics' context_bucket label, at most 11. Default: fractions "
-        "and multiples of the trained length.",
-        unit="tokens",
-        max_length=MAX_CONTEXT_BUCKETS - 1,
     )
 
     @property
@@ -208,17 +197,6 @@ class LimitSettings(Section):
         unit="bytes",
         ge=1024,
     )
-    max_json_depth: int = setting(
-        64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=400
-    )
-    max_json_values: int = setting(
-        131_072,
-        "Most names, texts, lists, objects, true, false and null in a JSON body. Bodies with more "
-        "get 400. Numbers have a limit of their own: so many, and 4 for each token of the longest "
-        "context.",
-        unit="values",
-        ge=1024,
-    )
     max_connections: int = setting(
         1024,
         "Most open connections. While there are so many, every request gets 503.",
@@ -235,46 +213,13 @@ class LimitSettings(Section):
         gt=0,
         le=86_400,
     )
-    max_unread_tokens: int = setting(
-        16384,
-        "Most tokens that the client of a stream may lag behind. Then its request is aborted.",
-        unit="tokens",
-        ge=16,
-    )
-    max_prompts: int = setting(64, "Most prompts in a request.", unit="prompts", ge=1, le=1024)
     max_n: int = setting(16, "Most answers to a prompt (n, best_of).", unit="answers", ge=1, le=128)
-    max_prompt_chars: int | None = setting(
-        None,
-        "Longest prompt before tokenisation. Default: the most characters that the longest "
-        "context can hold.",
-        unit="characters",
-        ge=1,
-    )
-    max_stop_strings: int = setting(
-        64, "Most stop strings of a request.", unit="strings", ge=0, le=1024
-    )
-    max_stop_chars: int = setting(256, "Longest stop string.", unit="characters", ge=1, le=4096)
-    max_stop_token_ids: int = setting(
-        128, "Most stop_token_ids of a request.", unit="tokens", ge=0, le=4096
-    )
-    max_logit_bias: int = setting(
-        1024, "Most entries of logit_bias.", unit="tokens", ge=0, le=65536
-    )
-    max_logprobs: int = setting(
-        20, "Most alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
-    )
     override_generation_config: GenerationDefaults = setting(
         None,
         "Defaults of requests, laid over those of the model's files: temperature, top_p, top_k, "
         "min_p and repetition_penalty; and max_new_tokens, which bounds all answers. Example: "
         '{"temperature": 0.6, "max_new_tokens": 512}.',
         unit="JSON",
-    )
-    stall_seconds: float = setting(
-        120.0,
-        "Longest step before /live, /ready and /health answer 503.",
-        unit="seconds",
-        gt=0,
     )
     shutdown_timeout_seconds: float = setting(
         30.0,
@@ -288,31 +233,6 @@ def largest(name: str) -> int:
     """Return the largest value of a limit, which is the bound in the schemas of bodies."""
     bounds = LimitSettings.model_fields[name].metadata
     return next(int(str(each.le)) for each in bounds if isinstance(each, Le))
-
-
-class GrammarSettings(Section):
-    """Structured answers"""  # noqa: D400  # a heading
-
-    max_schema_bytes: int = setting(
-        65_536, "Largest JSON schema in a request's response_format.", unit="bytes", ge=2
-    )
-    grammar_compile_seconds: float = setting(
-        5.0,
-        "Longest time to compile a schema. Slower schemas get 400.",
-        unit="seconds",
-        ge=0.1,
-        le=600,
-        allow_inf_nan=False,
-    )
-    max_parallel_tool_calls: int = setting(
-        8, "Most tool calls in an answer.", unit="calls", ge=1, le=128
-    )
-    whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] = setting(
-        ONE_SPACE,
-        "Whitespace that a structured answer may contain in one place, as a regular expression of "
-        "spaces, tabs and line breaks. Empty: none. A request may set another.",
-        unit="pattern",
-    )
 
 
 class ReplicaSettings(Section):
@@ -340,39 +260,4 @@ class ReplicaSettings(Section):
         "machine, which is started and stopped with the server.",
         unit="host:port",
         min_length=1,
-    )
-    routing: Literal["prefix", "least_loaded", "round_robin"] = setting(
-        "prefix",
-        "Choice of the server: prefix (least cost in tokens, cached prefixes counted), "
-        "least_loaded (the same without prefixes) or round_robin.",
-        unit="name",
-    )
-    routing_decode_weight: int = setting(
-        32,
-        "Cost of a running answer beside prompt tokens that wait, for the choice of the server.",
-        unit="tokens",
-        ge=0,
-        le=1_000_000,
-    )
-    continue_attempts: int = setting(
-        3,
-        "How often a request whose server is lost is sent again to another. Bytes that were sent "
-        "are compared and skipped. 0: such a request gets an error.",
-        unit="attempts",
-        ge=0,
-        le=100,
-    )
-    replica_wait_seconds: float = setting(
-        60.0,
-        "How long a POST waits for a server, if there is none.",
-        unit="seconds",
-        gt=0,
-        le=86_400,
-    )
-    replica_silence_seconds: float = setting(
-        10.0,
-        "A server that neither sends tokens nor answers /ready for this long is lost.",
-        unit="seconds",
-        ge=2,
-        le=86_400,
     )

@@ -25,11 +25,11 @@ from ropewalk.server.settings.request_sections import (
     HttpSettings,
     LimitSettings,
     LogSettings,
-    ReplicaSettings,
 )
 from ropewalk.server.settings.sections import SourceSettings
 
 MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES = 32 * 2**20, 2**30  # defaults
+SILENCE_S = 10.0
 
 
 def _checked_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class FleetSettings(Section):
         1.0, "Time between two checks of a server's /ready.", unit="seconds", gt=0, le=3600
     )
     silence_seconds: float = setting(
-        10.0,
+        SILENCE_S,
         "A server that neither sends tokens nor answers /ready for this long is lost.",
         unit="seconds",
         gt=0,
@@ -105,7 +105,6 @@ class FleetSettings(Section):
         "least_loaded (the same without prefixes) or round_robin.",
         unit="name",
     )
-    routing_decode_weight: int = _as_in(ReplicaSettings, "routing_decode_weight")
 
 
 class EdgeSettings(Section):

@@ -303,12 +303,6 @@ class CacheSettings(Section):
         unit="seconds",
         ge=0,
     )
-    max_num_logit_rows: int = setting(
-        256,
-        "Prompt positions with logprobs in one step. It bounds memory.",
-        unit="positions",
-        ge=1,
-    )
     max_queued_requests: int = setting(
         256,
         "Requests that may wait. Further requests get 429.",

@@ -108,6 +108,7 @@ _MAX_NAMES = 200  # each has series in the metrics
 _BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
 _BODY_NUMBERS_OF_A_TOKEN = 4
 _ALL_BODIES_BYTES = 256 * 2**20
+_JSON_DEPTH, _JSON_VALUES = 64, 131_072  # the context's numbers are added to these
 
 
 class Problems:
@@ -253,9 +254,9 @@ def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
             max_bytes = min(max_bytes, settings.max_total_body_bytes)
     return BodyLimits(
         max_bytes,
-        settings.max_json_depth,
-        settings.max_json_values,
-        settings.max_json_values + _BODY_NUMBERS_OF_A_TOKEN * max_len,
+        _JSON_DEPTH,
+        _JSON_VALUES,
+        _JSON_VALUES + _BODY_NUMBERS_OF_A_TOKEN * max_len,
         settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
         settings.body_timeout_seconds,
         max_len,

@@ -209,9 +209,6 @@ def make_service(
         output_queue=output_queue,
         grammars=GrammarCompiler(
             tokenizer,
-            settings.max_schema_bytes,
-            settings.grammar_compile_seconds,
-            settings.whitespace_pattern,
             num_rows=served.vocab_size,
         ),
     )

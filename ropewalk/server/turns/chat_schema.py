@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
+from ropewalk.model_runtime.request import MAX_LOGPROBS
 from ropewalk.server.api.generation_schema import (
     NEUTRAL,
     GenerationRequest,
@@ -18,7 +19,6 @@ from ropewalk.server.api.strict_body import (
     only_type,
     other_kind,
 )
-from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.tool_schema import (
     MAX_TOOLS,
     CacheControl,
@@ -272,8 +272,8 @@ class ChatRequest(GenerationRequest, TurnFields):
     """Another name of `max_tokens`. If a request has both, they must be equal."""
     logprobs: bool | None = None
     """Reports the logprobs of the answer's tokens. Default: false."""
-    top_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"), examples=[3])
-    """Number of alternatives per token, at most `max_logprobs` (20). Needs `logprobs`. Default:
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[3])
+    """Number of alternatives per token, at most 20. Needs `logprobs`. Default:
     0."""
     add_special_tokens: bool | None = None
     """Adds the special tokens in front of the prompt (vLLM's field). A prompt that begins with them
@@ -283,7 +283,7 @@ class ChatRequest(GenerationRequest, TurnFields):
     drafts it has no effect, and the usage counts none (docs/speculation.md)."""
     parallel_tool_calls: bool | None = None
     """With false, an answer has one call at most. Otherwise it has at most
-    `max_parallel_tool_calls` (8). Default: true."""
+    8. Default: true."""
     modalities: list[str] | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -26,6 +26,8 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.turns.tool_schema import CallChoice
 
+_MAX_CALLS = 8  # in an answer
+
 _SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
 
 
@@ -253,7 +255,7 @@ async def _grammar(
         whitespace=compiler.whitespace_of(turn.whitespace),
         tool_format=formats.tools,
         tools=tools,
-        max_calls=_max_calls(service, turn),
+        max_calls=_max_calls(turn),
         answer_schema=answer_schema,
         answer_rule=answer_rule,
         reasoning=formats.reasoning,
@@ -270,9 +272,9 @@ async def _grammar(
         raise
 
 
-def _max_calls(service: Service, turn: ChatTurn) -> int:
+def _max_calls(turn: ChatTurn) -> int:
     is_parallel = turn.is_parallel and not turn.choice.is_named
-    return service.settings.max_parallel_tool_calls if is_parallel else 1
+    return _MAX_CALLS if is_parallel else 1
 
 
 def _is_free(turn: ChatTurn, tools: Sequence[Tool]) -> bool:
@@ -306,8 +308,7 @@ def _check_tools(service: Service, tools: Sequence[Tool]) -> None:
     limit = service.grammars.max_bytes
     if num_bytes > limit:
         raise RequestError(
-            f"`tools` must have schemas of at most {limit} bytes together (max_schema_bytes). "
-            f"Given: {num_bytes}",
+            f"`tools` must have schemas of at most {limit} bytes together. Given: {num_bytes}",
             param="tools",
         )
 

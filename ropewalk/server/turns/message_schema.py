@@ -7,12 +7,11 @@ from pydantic import Discriminator, Field, Tag
 
 from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from ropewalk.server.api.generation_schema import StopString
+from ropewalk.server.api.generation_schema import MAX_STOP_STRINGS, StopString
 from ropewalk.server.api.parts.request_fields import ModelField, RequestFields
 from ropewalk.server.api.rope_schema import INT64, RopeAnswer
 from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
 from ropewalk.server.api.structured_schema import SCHEMA_EXAMPLE
-from ropewalk.server.settings.request_sections import largest
 from ropewalk.server.turns.block_schema import (
     BlockMessage,
     TextBlocks,
@@ -126,7 +125,7 @@ class JsonFormat(Body):
     """The type of the format."""
     schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
     """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
-    `max_schema_bytes` (65536)."""
+    65536 bytes."""
 
 
 class OutputConfig(Body):
@@ -233,13 +232,12 @@ class MessagesRequest(CountTokensRequest, RequestFields):
     stop_sequences: (
         Annotated[
             list[StopString],
-            Field(max_length=largest("max_stop_strings"), fail_fast=True),
+            Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
             FirstMistakes,
         ]
         | None
     ) = Field(None, examples=[["\n\n"]])
-    """The text ends before the string. At most `max_stop_strings` (64) of at most `max_stop_chars`
-    (256) characters each."""
+    """The text ends before the string. At most 64 of at most 256 characters each."""
     top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds, examples=[40])
     """Keeps this many of the most likely tokens. 0 and -1 turn it off. Default: that of the model's
     `generation_config`, or off."""

@@ -133,7 +133,7 @@ class TextFormat(Body):
     """A name without effect."""
     schema_: dict[str, Any] | None = Field(None, alias="schema", examples=[SCHEMA_EXAMPLE])
     """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
-    `max_schema_bytes` (65536)."""
+    65536 bytes."""
     strict: bool | None = None
     """Without effect: every schema is strict."""
     description: str | None = Field(None, max_length=4096, examples=["A colour."])
@@ -219,7 +219,7 @@ class ResponsesRequest(HintFields, TemplateFields, RequestFields):
     """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
     parallel_tool_calls: bool | None = None
     """With false, an answer has one call at most. Otherwise it has at most
-    `max_parallel_tool_calls` (8). Default: true."""
+    8. Default: true."""
     max_output_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
     """The limit of reasoning, text and calls together. Default: up to the longest context
     (docs/rope.md)."""

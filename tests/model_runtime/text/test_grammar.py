@@ -266,7 +266,7 @@ def test_a_mask_leaves_the_rest_of_the_row_and_other_rows_alone() -> None:
         ),
         ({"const": float("nan")}, "is no JSON"),
         ({"const": "\ud800"}, "is no JSON"),
-        ({"title": "a" * 70_000}, "at most 65536 bytes (max_schema_bytes). Given: 700"),
+        ({"title": "a" * 70_000}, "at most 65536 bytes. Given: 700"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_refused_by_name(
@@ -302,7 +302,7 @@ def test_a_hostile_schema_costs_a_bounded_time(
 def test_a_compile_that_takes_too_long_is_killed(embedded: Checkpoint) -> None:
     """The compiler is free again after a compile that took too long."""
     compiler = GrammarCompiler(embedded.tokenizer, seconds=0.01)
-    with pytest.raises(RequestError, match=r"longer than 0.01 seconds .*grammar_compile_seconds"):
+    with pytest.raises(RequestError, match=r"longer than 0.01 seconds to compile"):
         compiled(compiler, ANY_OBJECT)
     assert compiler._num_waiting == 0
 

@@ -31,9 +31,13 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         (
             '{"prompt": "a", "stop": [' + '"a", ' * 64 + '"a"]}',
             "stop",
-            "most 64 strings. Given: 65",
+            "most 64 items. Given: 65",
         ),
-        ('{"prompt": "a", "stop": "' + "x" * 257 + '"}', "stop", "at most 256 characters each"),
+        (
+            '{"prompt": "a", "stop": "' + "x" * 257 + '"}',
+            "stop",
+            "at most 256 characters. Given: 257",
+        ),
         ('{"prompt": "a", "stop_token_ids": [' + "1," * 128 + "1]}", "stop_token_ids", "most 128"),
         ('{"prompt": "a", "stop": 5}', "stop", "must be a string or a list of strings"),
         ('{"prompt": "a", "n": 17}', "n", "must be at most 16 answers. Given: 17"),
@@ -51,7 +55,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": []}', "prompt", "at least 1"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
         ('{"prompt": ["a", 5]}', "prompt", "must be a string, a list of strings, a list of"),
-        ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64 prompts. Given: 65"),
+        ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64 items. Given: 65"),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
         ('{"max_tokens": 3}', "prompt", "`prompt` is missing"),
         ('{"prompt": "a", "rope": {"type": "yarn"}}', "rope.type", "use `rope_type`"),
@@ -79,7 +83,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ("[1, 2]", None, "must be a JSON object"),
         ("", None, "must be a JSON object"),
         ('{"prompt": ' + "9" * 5000 + "}", None, "JSON in UTF-8, with numbers of at most 4300"),
-        ('{"prompt": ' + "[" * 100_000, None, "nested at most 64 deep (max_json_depth)"),
+        ('{"prompt": ' + "[" * 100_000, None, "nested at most 64 deep"),
     ],
 )
 def test_refusals_name_the_field(

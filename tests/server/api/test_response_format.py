@@ -12,8 +12,6 @@ import openai
 import pydantic
 import pytest
 
-from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.load_service import load_service
 from tests.oracles.schemas import HOSTILE
 from tests.servers.processes import Server
 
@@ -327,18 +325,3 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
     # One of them is larger than a body may be, and then than the longest context.
     assert {each.result() for each in answers} == {200, 400}
     assert slowest < QUICK_S
-
-
-@pytest.mark.costly
-def test_the_limits_are_the_operators() -> None:
-    """All settings of the operator reach the compiler."""
-    flags = {
-        "max_schema_bytes": "100", "grammar_compile_seconds": "0.5", "whitespace_pattern": " {0,2}",
-    }  # fmt: skip
-    service, _ = load_service(load_settings(flags))
-    with pytest.raises(Exception, match="at most 100 bytes"):
-        service.grammars.text_of({"title": "a" * 100})
-    assert service.grammars._seconds == 0.5
-    assert service.grammars._whitespace == " {0,2}"
-    with pytest.raises(SettingsError, match=r"whitespace_pattern: may hold spaces.*got '\.\*'"):
-        load_settings({"whitespace_pattern": ".*"})

@@ -31,8 +31,10 @@ def break_on_signals() -> None:
 
     from ropewalk.model_runtime.engine.engine_core import EngineCore
     from ropewalk.model_runtime.runner.model_runner import ModelRunner
+    from ropewalk.server.api import health, reservation
     from ropewalk.server.startup.lifecycle import GracefulServer
 
+    health.STALL_S, reservation.MAX_UNREAD = 1.0, 64  # a test waits for both
     dies, fails, flows, breaks = (threading.Event() for _ in range(4))
     flows.set()
     step, prepare, engine_died = (

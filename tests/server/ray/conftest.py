@@ -12,6 +12,6 @@ pytest.importorskip("ray", reason="Ray is an extra: make test-ray")
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Server]:
     """`ropewalk serve --replicas 2` on a cluster of its own."""
-    flags = ("--threads", "1", "--replica-silence-seconds", "4", "--access-log", "off")
+    flags = ("--threads", "1", "--access-log", "off")
     with running_server("--replicas", "2", *flags) as running:
         yield running

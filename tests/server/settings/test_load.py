@@ -56,7 +56,6 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "allowed_rope_types": ["yarn"],
         "allowed_positions": ["rerope"],
         "allowed_chat_template_kwargs": [],
-        "context_buckets": [16, 32],
         "dtype": "float32",
         "weights": "int8",
         "activations": "int8",
@@ -77,13 +76,9 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "allowed_hosts": ["llm.example.org"],
         "max_body_bytes": 4096,
         "max_total_body_bytes": 4096,
-        "max_json_values": 4096,
         "max_header_bytes": 4096,
-        "max_unread_tokens": 64,
-        "whitespace_pattern": "[ ]{0,4}",
         "tool_format": "hermes",
         "reasoning": "inline",
-        "routing": "round_robin",
         "exact_rope_factors": [1.3, 3.0],
         "model_aliases": {"gpt-4o": "a"},
         "scheduling_policy": "priority",
@@ -250,13 +245,11 @@ def test_lists_and_json_are_read_from_strings() -> None:
             "rope_tiers": "1,2,4.5",
             "rope_scaling": '{"rope_type": "linear", "factor": 2}',
             "allowed_rope_types": "default,yarn",
-            "context_buckets": "64,128",
         }
     )
     assert settings.rope_tiers == (1.0, 2.0, 4.5)
     assert settings.rope_scaling == {"rope_type": "linear", "factor": 2}
     assert settings.allowed_rope_types == ("default", "yarn")
-    assert settings.context_buckets == (64, 128)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +283,6 @@ def test_lists_and_json_are_read_from_strings() -> None:
             r"must be >= max_num_seqs \(9\), got 8",
         ),
         ({"rope_tiers": "1,4,2"}, "rope_tiers: must rise strictly from 1 or more, got '1,4,2'"),
-        ({"context_buckets": "5,4"}, "context_buckets: must rise strictly"),
-        ({"context_buckets": "1.9"}, "context_buckets: item 1: must be an integer, got"),
-        (
-            {"context_buckets": ",".join(map(str, range(1, 14)))},
-            "context_buckets: must have at most 11 items, got",
-        ),
         ({"model": ""}, "model: .*at least 1"),
     ],
 )

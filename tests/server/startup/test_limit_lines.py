@@ -140,10 +140,9 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
             "access_log": "off",
             "host": "0.0.0.0",  # noqa: S104  # nothing listens
             "allowed_origins": "https://a.example",
-            "max_prompt_chars": "500",
+            "max_n": "5",
             "max_queued_requests": "3",
             "allowed_chat_template_kwargs": "",
-            "whitespace_pattern": " {0,2}",
         }
     )
     assert limit_lines(settings) == [
@@ -151,8 +150,7 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
         "https://a.example",
         "  access log       off",
         "  playground       not served",
-        "  limits           max_queued_requests 3; max_prompt_chars 500; whitespace_pattern "
-        "' {0,2}'; allowed_chat_template_kwargs none",
+        "  limits           max_queued_requests 3; max_n 5; allowed_chat_template_kwargs none",
     ]
     assert "secret" not in "".join(limit_lines(settings))
 

@@ -163,7 +163,7 @@ def profile_memory(
         raise ModelError(
             f"a step of {config.max_num_batched_tokens} tokens with {config.max_num_logit_rows} "
             f"scored positions and {config.max_num_seqs} sequences finds no memory beside the "
-            f"weights, lower max_num_batched_tokens, max_num_logit_rows or max_num_seqs: {error}"
+            f"weights, lower max_num_batched_tokens or max_num_seqs: {error}"
         ) from error
     del runner
     gc.collect()

@@ -34,7 +34,7 @@ class Fleet:
         self._settings = settings
         self._tls = ssl.create_default_context()
         self.servers: dict[str, Server] = {}  # by URL
-        self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
+        self.choice = ReplicaChoice(settings.routing)
         self.agreed: Served | None = None  # by the servers that take requests
         self._changed = asyncio.Event()
         self._watching: dict[str, asyncio.Task[None]] = {}

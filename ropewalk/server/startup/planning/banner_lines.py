@@ -11,14 +11,13 @@ from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.page.page_files import has_playground
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.settings.request_sections import GrammarSettings, LimitSettings
+from ropewalk.server.settings.request_sections import LimitSettings
 from ropewalk.server.startup.planning.serving_plan import ServingPlan, memory_text
 
-# Beside the sections of limits: what fills the queue, and what a chat may set.
+# Beside the section of limits: what fills the queue, and what a chat may set.
 _NAMES = (
     *("max_queued_requests", "max_queued_prompt_tokens"),
     *LimitSettings.model_fields,
-    *GrammarSettings.model_fields,
     "allowed_chat_template_kwargs",
 )
 

@@ -21,7 +21,6 @@ from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups, refuse_releases
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import NativeRope, Profile
-from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.held_windows import padded, planned_groups
 from ropewalk.server.startup.planning.planned_deployments import (
@@ -128,9 +127,7 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     deployments, groups, why_whole = plan_layout(settings, facts)
     config, memory = _config(settings, facts, deployments, groups)
     deployments = within_cache(settings, deployments, config)
-    bounds = settings.context_buckets
-    if bounds is None:
-        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    bounds = context_buckets(facts.native.native_len, config.max_model_len)
     token_bytes = padded(facts.token_bytes, config.page_groups)
     held = facts.slot_bytes, facts.open_bytes, facts.stage_page_bytes, facts.rounds
     sizes = token_bytes, memory, facts.num_ranks, *held
@@ -327,12 +324,15 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int, slots
     raise SettingsError(
         f"gpu_memory_utilization {settings.gpu_memory_utilization:g} leaves no room for a page of "
         f"the KV cache ({settings.page_size} tokens, {size_text(page_bytes)}): {what} beside "
-        f"{memory_text(memory)}{states}; raise it, or lower max_num_batched_tokens, "
-        "max_num_logit_rows or max_num_seqs"
+        f"{memory_text(memory)}{states}; raise it, or lower max_num_batched_tokens "
+        "or max_num_seqs"
     )
 
 
-def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
+MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
+
+
+def context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
     """Return bucket bounds at fractions and multiples of the native length.
 
     The fractions keep ordinary traffic from falling into one bucket.

@@ -87,7 +87,7 @@ def said(*messages: Any) -> Any:
         (
             {"tools": [function(parameters={"title": "x" * 70_000})]},
             PARAMETERS,
-            "must be at most 65536 bytes (max_schema_bytes)",
+            "must be at most 65536 bytes",
         ),
         (
             {
