@@ -138,19 +138,12 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
             "port: 1\nport: 2",
             "ropewalk.yaml cannot be used: line 2, column 1: 'port' is given twice",
         ),
-        ("port: 010", r"line 1, column 7: 010 is another number in YAML 1\.1 than it seems"),
-        ("step_target_seconds: 12:30", "column 22: 12:30 is another number"),
-        ("port: 1:30.5", r"1:30\.5 is another number"),
-        ("{1: 2, true: 3}", "cannot be used: line 1, column 2: a name must be text, got 1$"),
-        ("rope_scaling: {yes: 3}", "line 1, column 16: a name must be text, got yes$"),
-        ("? [a]\n: 1", "a name must be text, got a list"),
         (
             "replicas: 2\nrouter_key: a-key-of-the-router",
             "router_key and router_only are for .* give them or replicas, got 2 replicas$",
         ),
         ("max_replicas: 3", "max_replicas needs replicas, got 3$"),
         ("replicas: 4\nmax_replicas: 3", r"max_replicas must be >= replicas \(4\), got 3$"),
-        ("a: &a {b: 1}\nc: {<<: *a}", r"line 2, column 5: merge keys \(<<\) are not supported, w"),
         (
             "deployments: [{name: a}, {name: b}, {name: a}, {name: b}]\nrope_policy: grow\n"
             "max_num_seqs: 9\nmax_num_batched_tokens: 8\nssl_keyfile: a",
