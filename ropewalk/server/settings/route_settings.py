@@ -71,9 +71,6 @@ class FleetSettings(Section):
         pattern=r"^[\x21-\x7e]+$",
         repr=False,
     )
-    resolve_seconds: float = setting(
-        5.0, "Time between two look-ups of names.", unit="seconds", gt=0, le=86_400
-    )
     check_seconds: float = setting(
         1.0, "Time between two checks of a server's /ready.", unit="seconds", gt=0, le=3600
     )

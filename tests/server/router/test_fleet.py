@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.fleet import fleet as fleet_module
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.upstream import Exchange, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
@@ -28,19 +29,20 @@ async def watched(
     fleet = Fleet(
         RouteSettings(
             servers=urls,
-            resolve_seconds=0.05,
             check_seconds=0.05,
             silence_seconds=silence_s,
             router_key=router_key,
         )
     )
-    running = asyncio.ensure_future(fleet.run())
-    try:
-        yield fleet
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_module, "_RESOLVE_S", 0.05)
+        running = asyncio.ensure_future(fleet.run())
+        try:
+            yield fleet
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -19,6 +19,7 @@ from ropewalk.server.router.upstream import Headers, LostError, Server, Target, 
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _READ_S = 2.0  # for metrics and /stats
+_RESOLVE_S = 5.0  # between two look-ups of names
 _FACTS_LAST_S = 10.0  # a server may read its settings again at any time
 
 REFUSALS = ("listing", "fingerprint", "router_key", "pending")
@@ -77,7 +78,7 @@ class Fleet:
                     self._changed.set()
                 except Exception as error:  # noqa: BLE001  # streams depend on this task
                     _log.error("resolve_failed", why=repr(error))
-                await asyncio.sleep(self._settings.resolve_seconds)
+                await asyncio.sleep(_RESOLVE_S)
         finally:
             for each in self._watching.values():
                 each.cancel()
