@@ -90,8 +90,7 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         ]
         | None
     ) = Field(None, examples=[["\n\n"]])
-    """The text ends before the stop string. At most 64 of at most 256 characters
-    each."""
+    """The text ends before the stop string. At most 64 of at most 256 characters each."""
     stop_token_ids: (
         Annotated[
             list[TokenId],

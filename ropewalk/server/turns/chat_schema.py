@@ -273,8 +273,7 @@ class ChatRequest(GenerationRequest, TurnFields):
     logprobs: bool | None = None
     """Reports the logprobs of the answer's tokens. Default: false."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[3])
-    """Number of alternatives per token, at most 20. Needs `logprobs`. Default:
-    0."""
+    """Number of alternatives per token, at most 20. Needs `logprobs`. Default: 0."""
     add_special_tokens: bool | None = None
     """Adds the special tokens in front of the prompt (vLLM's field). A prompt that begins with them
     has them once all the same. Default: false, because chat templates write their own."""
@@ -282,8 +281,8 @@ class ChatRequest(GenerationRequest, TurnFields):
     """Text that the answer probably contains. It changes the speed, and on a CPU no answer. Without
     drafts it has no effect, and the usage counts none (docs/speculation.md)."""
     parallel_tool_calls: bool | None = None
-    """With false, an answer has one call at most. Otherwise it has at most
-    8. Default: true."""
+    """With false, an answer has one call at most. Otherwise it has at most 8.
+    Default: true."""
     modalities: list[str] | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -218,8 +218,8 @@ class ResponsesRequest(HintFields, TemplateFields, RequestFields):
     tool_choice: ToolChoiceField | None = Field(None, examples=["auto"])
     """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
     parallel_tool_calls: bool | None = None
-    """With false, an answer has one call at most. Otherwise it has at most
-    8. Default: true."""
+    """With false, an answer has one call at most. Otherwise it has at most 8.
+    Default: true."""
     max_output_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
     """The limit of reasoning, text and calls together. Default: up to the longest context
     (docs/rope.md)."""

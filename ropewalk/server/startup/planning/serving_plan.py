@@ -32,6 +32,7 @@ from ropewalk.server.startup.planning.planned_deployments import (
     within_cache,
 )
 
+MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 # By default; it follows longer decode steps. A GPU's steps have more tokens.
 _STEP_TARGET_S, _STEP_TARGET_ON_GPU_S = 0.1, 0.25
 
@@ -327,9 +328,6 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int, slots
         f"{memory_text(memory)}{states}; raise it, or lower max_num_batched_tokens "
         "or max_num_seqs"
     )
-
-
-MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 
 
 def context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
