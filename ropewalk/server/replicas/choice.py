@@ -1,7 +1,7 @@
 """The choice of a replica, by cost in tokens. Plain Python: no HTTP, no network, no clock.
 
 cost = tokens that queue for prefill there + tokens of this prompt that are not cached there
-       + tokens in pages that it evicts there + 32 x requests that generate there
+       + tokens in pages that it evicts there + decode_weight x requests that generate there
 
 An evicted token is one that a later request computes anew, so it counts like one of this prompt.
 Replicas of the same age are all full, so the term keeps prompts where their pages are.
@@ -24,7 +24,7 @@ from typing import Literal, get_args
 from ropewalk.server.replicas.prompt_pages import PageMemory, PromptPages
 
 Routing = Literal["prefix", "least_loaded", "round_robin"]
-_DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth
+DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth
 # Tokens of prefill that the read of one token is worth. A slow disk took 1/30 of the computation of
 # 8,192 tokens, and its first pages take longer.
 _READ_WEIGHT = 0.1
@@ -61,12 +61,16 @@ class ReplicaChoice:
     owns it.
     """
 
-    def __init__(self, routing: Routing = "prefix") -> None:
-        """Create a choice without replicas. Raises ValueError for an unknown `routing`."""
+    def __init__(self, routing: Routing = "prefix", decode_weight: float = DECODE_WEIGHT) -> None:
+        """Create a choice without replicas. Raises ValueError for an unknown `routing`.
+
+        decode_weight: the cost of a generating request, in prompt tokens.
+        """
         if routing not in get_args(Routing):
             accepted = ", ".join(get_args(Routing))
             raise ValueError(f"routing must be one of {accepted}. Given: {routing}")
         self.routing = routing
+        self.decode_weight = decode_weight
         self._replicas: dict[str, _Replica] = {}
         self._places: dict[str, PageMemory] = {}  # the pages of each shared place
         self._open: dict[str, _Open] = {}
@@ -133,7 +137,7 @@ class ReplicaChoice:
             evicted *= _READ_WEIGHT
         num_computed, num_read = self._num_uncached(asked, known)
         work = known.num_queued_tokens + num_computed + _READ_WEIGHT * num_read + evicted
-        return work + _DECODE_WEIGHT * known.num_running
+        return work + self.decode_weight * known.num_running
 
     def rank(self, asked: PromptPages, candidates: Iterable[str], request_id: str) -> list[str]:
         """Return the candidates, best first. It changes no load: `routed` does.
