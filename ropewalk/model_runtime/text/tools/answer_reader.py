@@ -2,10 +2,10 @@
 
 The parts do not depend on how the text was cut into pieces. Text is held back only while it may
 belong to a marker, and inside a call that no grammar holds. Such a call may turn out to be text,
-because it cannot be read. Calls that a grammar holds come as they are written (`call_stream.py`).
+because it cannot be read. Calls that a grammar holds come as they are written.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -15,14 +15,8 @@ from ropewalk.model_runtime.text.tools.call_stream import (
     CallEnd,
     CallEvent,
     CallPiece,
-    CallStart,
     CallStream,
     NewCalls,
-)
-from ropewalk.model_runtime.text.tools.decode_calls import (
-    arguments_text,
-    decode_calls,
-    is_inside_a_string,
 )
 from ropewalk.model_runtime.text.tools.tool_format import ReasoningFormat, Tool, ToolFormat
 
@@ -56,8 +50,7 @@ class ReadingPlan:
 class _State(Enum):
     TEXT = 1
     REASONING = 2
-    CALL = 3  # one that may turn out to be text
-    HELD_CALL = 4
+    CALL = 3
 
 
 class AnswerReader:
@@ -70,8 +63,9 @@ class AnswerReader:
         self._has_text = False  # since the start or the last marker
         self._skips_space = plan.begins_in_reasoning  # after a marker
         self._body_at = 0  # in the buffer: the end of a call's marker
-        self._searched_to = 0  # in the buffer: no close begins before it
-        self._stream: CallStream | None = None  # of a held call
+        self._read_to = 0  # in the buffer: the end of what the stream has read
+        self._stream: CallStream | None = None  # of the calls behind a marker
+        self._waiting: list[CallEvent] = []  # of calls that may turn out to be text
         self._new_calls = NewCalls()
         self.num_calls = 0
         self.num_unparsed = 0
@@ -103,8 +97,6 @@ class AnswerReader:
         events: list[Event] = []
         if self._state is _State.CALL:
             self._end_call(events, is_cut=is_cut)
-        elif self._state is _State.HELD_CALL:
-            self._end_stream(is_cut=is_cut)
         elif self._state is _State.TEXT and is_cut and self.num_calls:
             self._buffer = self._buffer[: len(self._buffer) - self._held_len()].rstrip()
         self._emit(events, self._buffer)
@@ -123,9 +115,7 @@ class AnswerReader:
         if self._state is _State.REASONING:
             return self._read_reasoning(events)
         if self._state is _State.CALL:
-            return self._read_call(events)
-        if self._state is _State.HELD_CALL:
-            return self._read_stream(events, self._buffer)
+            return self._read_calls(events)
         return self._read_text(events)
 
     def _read_reasoning(self, events: list[Event]) -> bool:
@@ -158,7 +148,9 @@ class AnswerReader:
         self._emit(events, settled)
         self._buffer = self._buffer[len(settled) :]
         self._state = state
-        self._body_at = self._searched_to = at - len(settled) + len(marker)
+        self._body_at = self._read_to = at - len(settled) + len(marker)
+        assert self._plan.tool_format is not None
+        self._stream = CallStream(self._plan.tool_format, self._plan.tools or {})
         return True
 
     def _held_len(self) -> int:
@@ -187,131 +179,58 @@ class AnswerReader:
             at = self._buffer.find(tool_format.marker)
             return (at, _State.CALL, tool_format.marker) if at >= 0 else (0, None, "")
         # An answer that is a call from its first character on.
-        is_first = not self._has_text and not self.num_calls
-        if is_first and self._buffer[start : start + 1] in {*_OPENERS[tool_format.shape]}:
-            return start, _State.CALL, ""
-        return 0, None, ""
+        is_first = not self._has_text and not self.num_calls and start < len(self._buffer)
+        return (start, _State.CALL, "") if is_first else (0, None, "")
 
-    def _read_call(self, events: list[Event]) -> bool:
-        tool_format = self._plan.tool_format
-        assert tool_format is not None
-        body = self._buffer[self._body_at :].lstrip()
-        if body and not self._may_begin(body):
-            self._give_up(events, self._body_at)
-            return True
-        if self._plan.is_held:
-            self._stream = CallStream(tool_format, self._plan.tools or {})
-            has_ended = self._read_stream(events, self._buffer[self._body_at :])
-            if self._stream.has_begun:
-                return has_ended
-        return self._read_whole_calls(events, tool_format)
-
-    def _read_whole_calls(self, events: list[Event], tool_format: ToolFormat) -> bool:
-        """Read calls up to their close, or find that they are none."""
-        if not tool_format.close:
-            return False
-        end = self._buffer.find(tool_format.close, self._searched_to)
-        if end < 0:
-            self._searched_to = max(self._body_at, len(self._buffer) - len(tool_format.close) + 1)
-            return False
-        if self._take_calls(events, end):
-            self._begin(_State.TEXT, self._buffer[end + len(tool_format.close) :])
-            return True
-        if is_inside_a_string(tool_format, self._buffer[self._body_at : end]):
-            self._searched_to = end + 1
-            return True
-        self.num_unparsed += 1
-        self._give_up(events, end + len(tool_format.close))
-        return True
-
-    def _may_begin(self, body: str) -> bool:
-        """Return whether a call may begin so. If not, the marker was only mentioned."""
-        tool_format = self._plan.tool_format
-        assert tool_format is not None
-        openers = _OPENERS[tool_format.shape]
-        if openers and tool_format.marker:
-            return body[0] in openers
-        if tool_format.shape == "json":
-            # Nothing marks a call but its first key; other JSON is an answer.
-            begun = "".join(body[:_LEAD_LEN].split())
-            keys = ("name", "type", tool_format.arguments_key)
-            leads = [f'{{"{key}":' for key in keys]
-            return any(each.startswith(begun) or begun.startswith(each) for each in leads)
-        if openers:
-            return body[0] in openers
-        rest = tool_format.head.partition(tool_format.marker)[2].strip()
-        names = [rest] if rest else list(self._plan.tools or ())
-        return any(each.startswith(body) or body.startswith(each) for each in names)
-
-    def _read_stream(self, events: list[Event], text: str) -> bool:
-        """Read more of held calls; return whether they have ended."""
+    def _read_calls(self, events: list[Event]) -> bool:
+        """Read more of calls, or find that they are none; return whether to go on."""
         assert self._stream is not None
-        self._add_calls(events, self._stream.feed(text))
-        if not self._stream.has_begun:
-            return False
-        self._state, self._buffer = _State.HELD_CALL, ""
+        self._waiting += self._stream.feed(self._buffer[self._read_to :])
+        self._read_to = len(self._buffer)
+        is_sent = self._plan.is_held and self._stream.has_begun
+        if self._stream.is_broken and not is_sent:
+            self.num_unparsed += self._stream.looks_like_calls
+            self._give_up(events)
+            return True
+        if is_sent:
+            self._buffer, self._read_to = "", 0  # no part of it becomes text
+        if is_sent or self._stream.rest is not None:
+            self._send(events)
         if self._stream.rest is None:
             return False
-        self._end_stream(is_cut=False)
+        self.num_unparsed += self._stream.is_inside_a_call
         self._begin(_State.TEXT, self._stream.rest)
         return True
 
-    def _end_stream(self, *, is_cut: bool) -> None:
-        """Count a call that is not whole."""
-        assert self._stream is not None
-        if self._stream.is_inside_a_call:
-            self.num_cut += is_cut
-            self.num_unparsed += not is_cut
-
-    def _take_calls(self, events: list[Event], end: int) -> bool:
-        """Add the calls before `end`; return False if there are none that can be read."""
-        assert self._plan.tool_format is not None
-        text = self._buffer[self._body_at : end]
-        calls = decode_calls(self._plan.tool_format, text, self._plan.tools or {})
-        if calls is None:
-            return False
-        for call in calls:
-            written = CallStart(call.name), CallPiece(arguments_text(call)), CallEnd()
-            self._add_calls(events, written)
-        return True
-
-    def _add_calls(self, events: list[Event], found: Iterable[CallEvent]) -> None:
-        for event in found:
+    def _send(self, events: list[Event]) -> None:
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
             passed = self._new_calls.passed(event)
             self.num_calls += CallEnd() in passed
             events += passed
 
     def _end_call(self, events: list[Event], *, is_cut: bool) -> None:
         """Take a call that the answer's end closes or cuts, or leave it as text."""
-        assert self._plan.tool_format is not None
-        may_end = not self._plan.tool_format.close or not is_cut
-        is_taken = may_end and self._take_calls(events, len(self._buffer))
-        if not is_taken and is_cut:
-            is_taken = self._take_cut_calls(events)
-            self.num_cut += not is_taken
-            self._new_calls.is_repeating &= is_taken  # the rest may be another call
-        elif not is_taken:
-            self.num_unparsed += 1
+        assert self._stream is not None
+        is_inside = self._stream.is_inside_a_call
+        is_sent = self._plan.is_held and self._stream.has_begun
+        is_taken = is_sent or (self._stream.has_begun and (is_cut or not is_inside))
+        if is_taken:
+            self._send(events)
+        elif is_cut:
+            self._new_calls.is_repeating = False  # the rest may be another call
+        if is_inside or not is_taken:
+            self.num_cut += is_cut
+            self.num_unparsed += not is_cut
         if is_taken or (is_cut and self.num_calls):
             self._buffer = ""
         self._state = _State.TEXT
 
-    def _take_cut_calls(self, events: list[Event]) -> bool:
-        """Add the calls of which the last is cut; return False if none can be read."""
-        assert self._plan.tool_format is not None
-        self._stream = CallStream(self._plan.tool_format, self._plan.tools or {})
-        found = self._stream.feed(self._buffer[self._body_at :])
-        if not self._stream.has_begun or self._stream.is_broken:
-            return False
-        self._add_calls(events, found)
-        self._end_stream(is_cut=True)
-        return True
-
-    def _give_up(self, events: list[Event], end: int) -> None:
-        """Let the buffer up to `end` be text."""
-        self._state, self._has_text = _State.TEXT, True
-        self._emit(events, self._buffer[:end])
-        self._buffer = self._buffer[end:]
+    def _give_up(self, events: list[Event]) -> None:
+        """Let the marker of calls be text."""
+        self._state, self._has_text, self._waiting = _State.TEXT, True, []
+        self._emit(events, self._buffer[: self._body_at])
+        self._buffer = self._buffer[self._body_at :]
 
     def _begin(self, state: _State, rest: str) -> None:
         """Go on after a marker."""
@@ -326,11 +245,6 @@ class AnswerReader:
         else:
             events.append(TextDelta(text))
             self._has_text = True
-
-
-_LEAD_LEN = 64  # characters that show whether JSON is a call
-# First characters of a call after the marker; empty: see the head.
-_OPENERS = {"json": "{[", "named": "", "tagged": "", "python": "["}
 
 
 def _merged(events: list[Event]) -> list[Event]:

@@ -55,6 +55,15 @@ def arguments_schema(tool: Tool) -> Mapping[str, Any]:
     return kept_schema(copy, "tools", is_lenient=not tool.is_exact)
 
 
+def is_text(schema: Any) -> bool:
+    """Return whether a property is a string and nothing else, written without quotes."""
+    if not isinstance(schema, Mapping):
+        return False
+    if "enum" in schema and all(isinstance(each, str) for each in schema["enum"]):
+        return True
+    return schema.get("type") == "string" or isinstance(schema.get("const"), str)
+
+
 def _can_close(schema: Mapping[str, Any], *, is_root: bool) -> bool:
     """Return whether an object without other properties is a narrower form of the schema."""
     properties, required = schema.get("properties"), schema.get("required", [])

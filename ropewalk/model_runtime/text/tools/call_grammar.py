@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Any
 
 from ropewalk.model_runtime.text.grammar_trial import schema_options
-from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
-from ropewalk.model_runtime.text.tools.decode_calls import is_text
+from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema, is_text
 from ropewalk.model_runtime.text.tools.tool_format import ReasoningFormat, Tool, ToolFormat
 
 

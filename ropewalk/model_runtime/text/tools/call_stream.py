@@ -1,15 +1,23 @@
 """Read calls while the model writes them: a name, then its arguments as pieces of JSON.
 
-Only calls that a grammar holds, or that max_tokens cut, are read so: a piece cannot be taken back.
+A whole text is one piece. A call that a grammar holds is sent as it is read, because a piece cannot
+be taken back; other calls may turn out to be text, so their reader waits (`answer_reader.py`).
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from ropewalk.model_runtime.text.tools.decode_calls import schema_of, typed
-from ropewalk.model_runtime.text.tools.json_pieces import JsonPieces, json_text
+from ropewalk.model_runtime.text.tools.argument_schema import is_text
+from ropewalk.model_runtime.text.tools.json_pieces import (
+    PYTHON_WORDS,
+    GrowingText,
+    Pieces,
+    Waiting,
+    joined,
+    json_text,
+)
 from ropewalk.model_runtime.text.tools.tool_format import Tool, ToolCall, ToolFormat
 
 
@@ -30,6 +38,7 @@ class CallEnd(NamedTuple):
 
 
 CallEvent = CallStart | CallPiece | CallEnd
+_Parts = Generator[CallStart | str | CallEnd | None, None, None]
 
 
 def whole_calls(events: Iterable[object]) -> list[ToolCall]:
@@ -46,184 +55,198 @@ def whole_calls(events: Iterable[object]) -> list[ToolCall]:
     return calls
 
 
-class _Arguments(Protocol):
-    """A reader of the arguments of one call."""
-
-    rest: str | None  # the text behind the arguments; None: they go on
-    is_broken: bool  # they cannot be read from `rest` on
-
-    def feed(self, text: str) -> str:
-        """Return the JSON that more text adds."""
-
-
 class CallStream:
     """The reader of the calls behind one marker."""
 
     def __init__(self, found: ToolFormat, tools: Mapping[str, Tool]) -> None:
         self._found = found
         self._tools = tools
-        self._begin = re.compile(_beginning(found), re.DOTALL)
-        self._arguments: _Arguments | None = None
-        self._left = ""
+        self._argument_keys = {found.arguments_key, "arguments", "parameters"}
+        self._text = GrowingText()
+        self._parts = self._calls()
         self.has_begun = False
-        self.is_broken = False
+        self.is_inside_a_call = False
+        self.is_broken = False  # the text is no call; it goes up to the close unread
         self.rest: str | None = None  # the text behind the calls; None: they go on
 
     @property
-    def is_inside_a_call(self) -> bool:
-        return self._arguments is not None
+    def looks_like_calls(self) -> bool:
+        """Return whether some of the text was read as the beginning of a call."""
+        return self._text.has_moved
 
     def feed(self, text: str) -> list[CallEvent]:
-        """Return what more text completes. A call whose arguments are no JSON stays as it is."""
-        self._left += text
+        """Return what more text completes."""
+        self._text.add(text)
         events: list[CallEvent] = []
-        while not self.is_broken and self._advance(events):
-            pass
-        if self._arguments is None or self.is_broken:
-            self._look_for_close()
+        pieces: list[str] = []
+        for part in self._parts:
+            if isinstance(part, str):
+                pieces.append(part)
+                continue
+            if pieces:
+                events.append(CallPiece("".join(pieces)))
+                pieces.clear()
+            if part is None:
+                return events
+            events.append(part)
+            self.has_begun = True
+            self.is_inside_a_call = isinstance(part, CallStart)
+        self.rest = self._text.left
         return events
 
-    def _advance(self, events: list[CallEvent]) -> bool:
-        """Read to the next start or end of a call; return False if there is none yet."""
-        if self._arguments is None:
-            begun = self._begin.match(self._left)
-            if begun is None or begun["name"] not in self._tools:
-                return False
-            self.has_begun = True
-            self._arguments = _READERS[self._found.shape](self._tools[begun["name"]])
-            self._left = self._left[begun.end() :]
-            events.append(CallStart(begun["name"]))
-        piece = self._arguments.feed(self._left)
-        self.is_broken = self._arguments.is_broken
-        if piece:
-            events.append(CallPiece(piece))
-        self._left = self._arguments.rest or ""
-        if self._arguments.rest is None or self.is_broken:
-            return False
-        self._arguments = None
-        events.append(CallEnd())
-        return True
+    def _calls(self) -> _Parts:
+        """Read calls up to the close. Without one, they run to the end of the answer."""
+        try:
+            yield from self._calls_and_close()
+        except (ValueError, RecursionError):
+            self.is_broken = True
+            while not self._found.close:
+                yield None
+            yield from self._text.until(self._found.close)
 
-    def _look_for_close(self) -> None:
-        close = self._found.close
-        if not close:
+    def _calls_and_close(self) -> _Parts:
+        found = self._found
+        after_marker = found.head.replace(found.marker, "", 1)
+        read_call, between = {
+            "json": (self._json_call, ("[", ",", "]")),
+            "python": (self._python_call, ("[", ",", "]")),
+            "tagged": (self._tagged_call, ()),
+            "named": (self._named_call, (found.between or "", found.marker, after_marker)),
+        }[found.shape]
+        skipped = [found.close, *(each.strip() for each in between)]
+        if not found.marker:
+            yield from self._json_lead() if found.shape == "json" else self._text.one_of("[")
+        while True:
+            part = yield from self._text.any_of(*filter(None, skipped))
+            if part and part == found.close:
+                break
+            if not part:
+                yield from read_call()
+        if not self.has_begun:
+            raise ValueError("no call")
+
+    def _json_lead(self) -> Waiting[None]:
+        """Wait for the first name of an object that calls have. Other JSON is an answer."""
+        leads = [f'{{"{key}"' for key in ("name", "type", self._found.arguments_key)]
+        while not (begun := "".join(self._text.left[:_LEAD_LEN].split())).startswith((*leads,)):
+            if not any(each.startswith(begun) for each in leads):
+                raise ValueError("another object")
+            yield None
+
+    def _json_call(self) -> _Parts:
+        """Read an object. Arguments in front of the name come when the object is whole."""
+        text, name, arguments = self._text, "", None
+        yield from text.one_of("{")
+        is_over = False
+        while not is_over:
+            key = json.loads((yield from joined(text.string())))
+            yield from text.one_of(":")
+            if key == "name":
+                name = json.loads((yield from joined(text.string())))
+                if name not in self._tools:
+                    raise ValueError("no tool")
+            elif arguments is not None or key not in self._argument_keys:
+                yield from joined(text.value())
+            elif name:
+                arguments = ""
+                yield from self._arguments(name)
+            else:
+                arguments = yield from joined(self._object())
+            is_over = (yield from text.one_of(",", "}")) == "}"
+        if not name or arguments is None:
+            raise ValueError("no call")
+        if arguments:
+            yield from (CallStart(name), arguments, CallEnd())
+
+    def _named_call(self) -> _Parts:
+        name = yield from self._text.word(_NAME, self._tools)
+        if self._found.middle.strip():
+            yield from self._text.one_of(self._found.middle.strip())
+        yield from self._arguments(name)
+
+    def _arguments(self, name: str) -> _Parts:
+        yield from self._text.next_char()
+        yield CallStart(name)
+        yield from self._object()
+        yield CallEnd()
+
+    def _object(self) -> Pieces:
+        """Read an object, which some models write as a text."""
+        char = yield from self._text.next_char()
+        if char == "{":
+            yield from self._text.value()
             return
-        _, found, after = self._left.partition(close)
-        if found:
-            self.rest = after
-        elif self.is_broken:
-            self._left = self._left[1 - len(close) :]
+        value = json.loads(json.loads((yield from joined(self._text.string()))))
+        if not isinstance(value, dict):
+            raise ValueError("no object")  # noqa: TRY004  # one error for all wrong text
+        yield json_text(value)
+
+    def _tagged_call(self) -> _Parts:
+        """Read arguments of which each is between tags. A whole one is a piece."""
+        text, names = self._text, set[str]()
+        yield from text.one_of("<function=")
+        tool = self._tools[(yield from text.word(_NAME, self._tools))]
+        yield from text.one_of(">")
+        yield CallStart(tool.name)
+        while (yield from text.one_of("<parameter=", "</function>")) == "<parameter=":
+            name = (yield from text.until(">")).strip()
+            is_line = yield from text.begins_with("\n")
+            raw = yield from text.until("\n</parameter>\n" if is_line else "</parameter>")
+            if name not in names:
+                value = json_text(typed(raw.removeprefix("\n"), schema_of(tool, name)))
+                yield f"{', ' if names else '{'}{json_text(name)}: {value}"
+                names.add(name)
+        yield "}" if names else "{}"
+        yield CallEnd()
+
+    def _python_call(self) -> _Parts:
+        """Read named arguments in Python's syntax."""
+        text, names = self._text, set[str]()
+        tool = self._tools[(yield from text.word(_NAME, self._tools))]
+        yield from text.one_of("(")
+        yield CallStart(tool.name)
+        is_over = bool((yield from text.any_of(")")))
+        while not is_over:
+            name = yield from text.word(_KEYWORD)
+            yield from text.one_of("=")
+            yield f"{', ' if names else '{'}{json_text(name)}: "
+            names.add(name)
+            schema = schema_of(tool, name)
+            if (yield from text.next_char()) in "\"'" and _is_no_text(schema):
+                raw = json.loads((yield from joined(text.string())))
+                yield json_text(typed(raw, schema))  # some models quote every value
+            else:
+                yield from text.value()
+            is_over = (yield from text.one_of(",", ")")) == ")"
+        yield "}" if names else "{}"
+        yield CallEnd()
 
 
-class _Tagged:
-    """Arguments of which each is between tags; a whole one is a piece."""
-
-    def __init__(self, tool: Tool) -> None:
-        self._parameters = tool.parameters or {}
-        self._left = ""
-        self._searched_to = 0  # no end of a value begins before it
-        self._names: set[str] = set()
-        self.rest: str | None = None
-        self.is_broken = False
-
-    def feed(self, text: str) -> str:
-        """Return the JSON that more text adds."""
-        self._left += text
-        pieces = []
-        while (begun := _TAG.match(self._left)) is not None:
-            if begun["name"] is None:
-                self.rest = self._left[begun.end() :]
-                pieces.append("}" if self._names else "{}")
-                break
-            end = self._left.find(_TAG_CLOSE, max(begun.end(), self._searched_to))
-            if end < 0:
-                self._searched_to = max(0, len(self._left) - len(_TAG_CLOSE) + 1)
-                break
-            try:
-                pieces.append(self._member(begun["name"], self._left[begun.end() : end]))
-            except ValueError:  # NaN, or a number beyond float
-                self.is_broken, self.rest = True, self._left
-                break
-            self._left = self._left[end + len(_TAG_CLOSE) :]
-            self._searched_to = 0
-        return "".join(pieces)
-
-    def _member(self, name: str, raw: str) -> str:
-        if name in self._names:
-            return ""
-        before = ", " if self._names else "{"
-        self._names.add(name)
-        value = typed(raw, schema_of(self._parameters, name))
-        return f"{before}{json_text(name)}: {json_text(value)}"
+_LEAD_LEN = 64  # characters that show whether JSON is a call
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_KEYWORD = re.compile(r"[^=(),\s]+")
 
 
-class _Named:
-    """Arguments of Python's syntax whose values are JSON."""
-
-    def __init__(self, _: Tool) -> None:
-        self._left = ""
-        self._value: JsonPieces | None = None
-        self._num = 0
-        self.rest: str | None = None
-        self.is_broken = False
-
-    def feed(self, text: str) -> str:
-        """Return the JSON that more text adds."""
-        self._left += text
-        pieces: list[str] = []
-        while self.rest is None and self._advance(pieces):
-            pass
-        return "".join(pieces)
-
-    def _advance(self, pieces: list[str]) -> bool:
-        if self._value is None:
-            begun = _KEYWORD.match(self._left)
-            if begun is None:
-                return False
-            self._left = self._left[begun.end() :]
-            if begun["name"] is None:
-                self.rest = self._left
-                pieces.append("}" if self._num else "{}")
-                return False
-            pieces.append(f"{', ' if self._num else '{'}{json_text(begun['name'])}: ")
-            self._num += 1
-            self._value = JsonPieces()
-        pieces.append(self._value.feed(self._left))
-        if self._value.is_broken:
-            self.is_broken, self.rest = True, self._value.rest
-            return False
-        self._left = self._value.rest or ""
-        if self._value.rest is None:
-            return False
-        self._value = None
-        return True
+def schema_of(tool: Tool, name: str) -> Any:
+    """Return the schema of a tool's argument; None if it has none."""
+    properties = (tool.parameters or {}).get("properties")
+    return properties.get(name) if isinstance(properties, Mapping) else None
 
 
-_TAG = re.compile(r"\s*(?:<parameter=(?P<name>[^>\n]+)>\n|</function>)")
-_TAG_CLOSE = "\n</parameter>\n"
-_KEYWORD = re.compile(r"[\s,]*(?:(?P<name>[^=(),\s]+)=|\))")
-_READERS: Mapping[str, Callable[[Tool], _Arguments]] = {
-    "json": lambda _: JsonPieces(),
-    "named": lambda _: JsonPieces(),
-    "tagged": _Tagged,
-    "python": _Named,
-}
+def _is_no_text(schema: Any) -> bool:
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return isinstance(kinds, list) and "string" not in kinds
 
 
-def _beginning(found: ToolFormat) -> str:
-    """Return a pattern of all before the arguments of a call, also of one behind another."""
-    name = r"(?P<name>[A-Za-z0-9_.-]+)"
-    if found.shape == "json":
-        key = re.escape(found.arguments_key)
-        return rf'[\s\[,}}]*{{\s*"name"\s*:\s*"{name}"\s*,\s*"{key}"\s*:\s*(?=\{{)'
-    if found.shape == "tagged":
-        return rf"\s*<function={name}>"
-    if found.shape == "python":
-        return rf"[\s\[,]*{name}\("
-    after_marker = found.head.partition(found.marker)[2].strip()
-    between = (found.between or "").strip()
-    parts = "|".join(re.escape(each) for each in (between, found.marker, after_marker) if each)
-    return rf"(?:\s|{parts})*{name}\s*{re.escape(found.middle.strip())}\s*(?=\{{)"
+def typed(raw: str, schema: Any) -> Any:
+    """Return a value without quotes: a string as it is, anything else as JSON if it is JSON."""
+    if is_text(schema):
+        return raw
+    try:
+        return json.loads(PYTHON_WORDS.get(raw.strip(), raw))
+    except ValueError:
+        return raw
 
 
 class NewCalls:

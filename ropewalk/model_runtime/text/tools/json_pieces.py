@@ -1,200 +1,180 @@
-"""JSON as it grows: a value in the form of `json.dumps`, piece by piece.
+"""Read text that grows, and JSON in it: a value in the form of `json.dumps`, piece by piece.
 
-A name that an object has twice is kept once, with its first value, because a piece cannot be taken
-back.
+Readers are generators. They yield the pieces of their result, and None where more text must come.
+A wrong text raises ValueError. A name that an object has twice is kept once, with its first value,
+because a piece cannot be taken back. Python's quotes, words and tuples are read like JSON's.
 """
 
 import json
 import re
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from collections.abc import Collection, Generator
+from typing import Any, TypeVar
 
 # Clients read arguments with jiter, which refuses more.
 MAX_DEPTH = 200
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_SO_FAR = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_FIRST_HALF = re.compile(r"\\u[dD][89abAB]")  # of a character beyond 16 bits
+_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # first half of a character beyond 16 bits
+_LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
+_ESCAPE = re.compile(rf"""{_HIGH}{_LOW}|\\(?:["'\\/bfnrt]|u[0-9a-fA-F]{{4}})""")
+_ESCAPE_SO_FAR = re.compile(rf"(?:{_HIGH})?(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?\Z")
 _SPACE = re.compile(r"[ \t\n\r]*")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER_OR_NAME = re.compile(
     r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 )
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+T = TypeVar("T")
+Waiting = Generator[None, None, T]
+Pieces = Generator[str | None, None, None]
 
 
-class _Next(Enum):
-    """The token that has to follow."""
-
-    VALUE = 1
-    VALUE_OR_END = 2
-    NAME = 3
-    NAME_OR_END = 4
-    COLON = 5
-    COMMA_OR_END = 6
-    INSIDE_A_STRING = 7
-
-
-@dataclass(slots=True)
-class _Container:
-    """An object or a list that is not closed yet."""
-
-    names: set[str] | None  # of an object, so far; None: a list
-    num_written: int = 0
-
-
-class JsonPieces:
-    """A writer of one value. Text of a model goes in, in pieces of any size."""
+class GrowingText:
+    """Text of a model, which comes in pieces of any size, and its readers."""
 
     def __init__(self) -> None:
-        self._left = ""  # text whose end is not known yet
-        self._open: list[_Container] = []
-        self._next = _Next.VALUE
-        self._pieces: list[str] = []
-        self._skips_in: int | None = None  # the depth of an object whose member is left out
-        self.rest: str | None = None  # the text behind the value; None: the value goes on
-        self.is_broken = False  # the text is no JSON from `rest` on
+        self._text = ""
+        self._at = 0  # the readers have read up to here
+        self.has_moved = False  # something but space has been read
 
-    def feed(self, text: str) -> str:
-        """Return what more text adds to the value."""
-        self._left += text
-        at = 0
-        try:
-            while self.rest is None and (end := self._token(at)) > at:
-                at = end
-        except ValueError:
-            self.is_broken, self.rest = True, self._left[at:]
-        if self.rest is None:
-            self._left = self._left[at:]
-        found, self._pieces = "".join(self._pieces), []
+    def add(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    @property
+    def left(self) -> str:
+        return self._text[self._at :]
+
+    def _move(self, end: int) -> str:
+        start, self._at, self.has_moved = self._at, end, True
+        return self._text[start:end]
+
+    def next_char(self) -> Waiting[str]:
+        """Return the next character that is no space. It stays unread."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None
+            self._at = space.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            yield None
+
+    def begins_with(self, text: str) -> Waiting[bool]:
+        """Return whether a text comes next. It stays unread."""
+        while self._at + len(text) > len(self._text) and text.startswith(self.left):
+            yield None
+        return self._text.startswith(text, self._at)
+
+    def any_of(self, *texts: str) -> Waiting[str]:
+        """Read the one of these texts that comes next, after space; return "" if none does."""
+        while True:
+            yield from self.next_char()
+            for each in texts:
+                if self._text.startswith(each, self._at):
+                    return self._move(self._at + len(each))
+            if not any(each.startswith(self._text[self._at :]) for each in texts):
+                return ""
+            yield None
+
+    def one_of(self, *texts: str) -> Waiting[str]:
+        """Read the one of these texts that comes next, after space."""
+        found = yield from self.any_of(*texts)
+        if not found:
+            raise ValueError(f"none of {texts}")
         return found
 
-    def _token(self, at: int) -> int:
-        """Read the token at a place of the text; return its end, or `at` if it is not whole."""
-        if self._next is _Next.INSIDE_A_STRING:
-            return self._in_string(at)
-        start = self._end_of_space(at)
-        if start == len(self._left):
-            return at
-        char = self._left[start]
-        if self._next is _Next.COLON:
-            self._expect(char, ":")
-            self._next = _Next.VALUE
-        elif self._next is _Next.COMMA_OR_END and char == ",":
-            self._next = _Next.VALUE if self._open[-1].names is None else _Next.NAME
-        elif self._next in _MAY_END and self._open and char == self._closing():
-            self._open.pop()
-            self._write(char)
-            self._end_value(start + 1)
-        elif self._next in {_Next.NAME, _Next.NAME_OR_END}:
-            self._expect(char, '"')
-            return self._name(at, start)
-        elif self._next in {_Next.VALUE, _Next.VALUE_OR_END}:
-            return self._value(at, start)
+    def word(self, pattern: re.Pattern[str], known: Collection[str] | None = None) -> Waiting[str]:
+        """Read the longest word of a pattern, after space. `known`: it must be one of these."""
+        yield from self.next_char()
+        while (found := pattern.match(self._text, self._at)) is not None:
+            may_be = known is None or any(each.startswith(found[0]) for each in known)
+            if not may_be or found.end() < len(self._text):
+                break
+            yield None
+        if found is None or (known is not None and found[0] not in known):
+            raise ValueError("another word")
+        return self._move(found.end())
+
+    def until(self, close: str) -> Waiting[str]:
+        """Read up to a text and over it; return what is before it."""
+        num_searched = 0
+        while (end := self._text.find(close, self._at + num_searched)) < 0:
+            num_searched = max(0, len(self._text) - self._at - len(close) + 1)
+            yield None
+        return self._move(end + len(close))[: -len(close)]
+
+    def value(self, before: str = "", depth: int = 0) -> Pieces:
+        """Read a value. `before`: what separates it from the piece before."""
+        char = yield from self.next_char()
+        if char in "\"'":
+            yield from self.string(before)
+        elif char not in "{[(":
+            word = yield from self.word(_WORD)
+            word = PYTHON_WORDS.get(word, word)
+            if not _NUMBER_OR_NAME.fullmatch(word):
+                raise ValueError("no value")
+            yield before + json_text(json.loads(word))
+        elif depth == MAX_DEPTH:
+            raise ValueError("too deep")
+        elif self._move(self._at + 1) == "{":
+            yield before + "{"
+            yield from self._members(depth + 1)
         else:
-            raise ValueError("no comma")
-        return start + 1
+            yield before + "["
+            yield from self._items({"[": "]", "(": ")"}[char], depth + 1)
 
-    def _value(self, at: int, start: int) -> int:
-        char = self._left[start]
-        if char in '{["':
-            self._begin_item()
-            self._write(char)
-            if char == '"':
-                self._next = _Next.INSIDE_A_STRING
-                return start + 1
-            if len(self._open) == MAX_DEPTH:
-                raise ValueError("too deep")
-            self._open.append(_Container(set() if char == "{" else None))
-            self._next = _Next.NAME_OR_END if char == "{" else _Next.VALUE_OR_END
-            return start + 1
-        word = _WORD.match(self._left, start)
-        if word is not None and word.end() == len(self._left):
-            return at  # it may go on
-        if word is None or not _NUMBER_OR_NAME.fullmatch(word[0]):
-            raise ValueError("no value")
-        self._begin_item()
-        self._write(json_text(json.loads(word[0])))
-        self._end_value(word.end())
-        return word.end()
+    def _members(self, depth: int) -> Pieces:
+        names = set[str]()
+        is_over = bool((yield from self.any_of("}")))
+        while not is_over:
+            name = json.loads((yield from joined(self.string())))
+            is_new, before = name not in names, ", " if names else ""
+            if is_new:
+                names.add(name)
+                yield f"{before}{json_text(name)}: "
+            yield from self.one_of(":")
+            if is_new:
+                yield from self.value(depth=depth)
+            else:
+                yield from joined(self.value(depth=depth))
+            is_over = (yield from self.one_of(",", "}")) == "}"
+        yield "}"
 
-    def _name(self, at: int, start: int) -> int:
-        whole = _STRING.match(self._left, start)
-        if whole is None:
-            return at
-        name, names = json.loads(whole[0]), self._open[-1].names
-        assert names is not None
-        if name not in names:
-            names.add(name)
-            self._begin_item(is_name=True)
-            self._write(f"{json_text(name)}: ")
-        elif self._skips_in is None:
-            self._skips_in = len(self._open)
-        self._next = _Next.COLON
-        return whole.end()
+    def _items(self, close: str, depth: int) -> Pieces:
+        before = ""
+        is_over = bool((yield from self.any_of(close)))
+        while not is_over:
+            yield from self.value(before, depth)
+            before = ", "
+            is_over = (yield from self.one_of(",", close)) == close
+        yield "]"
 
-    def _in_string(self, at: int) -> int:
-        plain = _PLAIN.match(self._left, at)
-        if plain is not None:
-            self._write(plain[0])
-            return plain.end()
-        if at == len(self._left):
-            return at
-        if self._left[at] == '"':
-            self._write('"')
-            self._end_value(at + 1)
-            return at + 1
-        if _ESCAPE_SO_FAR.match(self._left, at):
-            return at
-        escaped = _ESCAPE.match(self._left, at)
-        if escaped is None:
-            raise ValueError("no character of a string")
-        end = escaped.end()
-        if _FIRST_HALF.match(escaped[0]):
-            if end == len(self._left) or _ESCAPE_SO_FAR.match(self._left, end):
-                return at
-            other = _ESCAPE.match(self._left, end)
-            if other is not None and len(other[0]) == len(escaped[0]):
-                end = other.end()
-        self._write(json_text(json.loads(f'"{self._left[at:end]}"'))[1:-1])
-        return end
-
-    def _end_of_space(self, at: int) -> int:
-        space = _SPACE.match(self._left, at)
-        assert space is not None
-        return space.end()
-
-    def _begin_item(self, *, is_name: bool = False) -> None:
-        """Separate an item of a list, or a member of an object, from the one before."""
-        if not self._open or (self._open[-1].names is not None) != is_name:
-            return
-        if self._skips_in is None:
-            if self._open[-1].num_written:
-                self._write(", ")
-            self._open[-1].num_written += 1
-
-    def _end_value(self, end: int) -> None:
-        if self._skips_in == len(self._open):
-            self._skips_in = None
-        self._next = _Next.COMMA_OR_END
-        if not self._open:
-            self.rest = self._left[end:]
-
-    def _closing(self) -> str:
-        return "]" if self._open[-1].names is None else "}"
-
-    def _write(self, text: str) -> None:
-        if self._skips_in is None:
-            self._pieces.append(text)
-
-    @staticmethod
-    def _expect(char: str, expected: str) -> None:
-        if char != expected:
-            raise ValueError(f"no {expected}")
+    def string(self, before: str = "") -> Pieces:
+        """Read a string. `before`: as of a value."""
+        quote = yield from self.one_of('"', "'")
+        yield before + '"'
+        while not self._text.startswith(quote, self._at):
+            if plain := _PLAIN[quote].match(self._text, self._at):
+                yield self._move(plain.end()).replace('"', '\\"')
+            elif _ESCAPE_SO_FAR.match(self._text, self._at):
+                yield None
+            elif escape := _ESCAPE.match(self._text, self._at):
+                text = self._move(escape.end()).replace("\\'", "'")
+                yield json_text(json.loads(f'"{text}"'))[1:-1]
+            else:
+                raise ValueError("no character of a string")
+        self._move(self._at + 1)
+        yield '"'
 
 
-_MAY_END = {_Next.VALUE_OR_END, _Next.NAME_OR_END, _Next.COMMA_OR_END}
+def joined(pieces: Pieces) -> Waiting[str]:
+    """Return all pieces as one text."""
+    found = []
+    for piece in pieces:
+        if piece is None:
+            yield None
+        else:
+            found.append(piece)
+    return "".join(found)
 
 
 def json_text(value: Any) -> str:

@@ -259,6 +259,31 @@ def test_an_answer_that_begins_as_no_call_is_text() -> None:
     assert (reader.num_cut, reader.num_unparsed) == (0, 0)
 
 
+def test_python_is_read_like_json() -> None:
+    """Its quotes, words, tuples, and numbers in quotes, with a grammar and without."""
+    found = KNOWN_FORMATS["pythonic"]
+    text = (
+        """[look(city='say "it\\'s"', days=None), look_up(city="1", days='2', more=('a', True))]"""
+    )
+    calls = [
+        ToolCall("look", {"city": 'say "it\'s"', "days": None}),
+        ToolCall("look_up", {"city": "1", "days": 2, "more": ["a", True]}),
+    ]
+    for is_held in (False, True):
+        assert events_of(plan_of(found, is_held=is_held), *text) == calls
+    reader = read(plan_of(found), 'look(city="Paris") looks.')
+    assert reader.found == [TextDelta('look(city="Paris") looks.')]  # type: ignore[attr-defined]
+    assert reader.num_unparsed == 0
+
+
+def test_an_object_may_have_its_names_in_any_order() -> None:
+    """And names that calls of other servers have."""
+    body = '{"type": "function", "id": "a", "parameters": {"city": "Paris"}, "name": "look"}'
+    for found in (GENERIC, KNOWN_FORMATS["llama-json"]):
+        text = f"{found.marker}{body}{found.close}"
+        assert events_of(plan_of(found), *text) == [ToolCall("look", {"city": "Paris"})]
+
+
 def test_values_of_tags_have_the_types_of_the_schema() -> None:
     """A string stays a string, though it looks like a number."""
     found = KNOWN_FORMATS["qwen3-coder"]
