@@ -78,7 +78,6 @@ class ChatTemplate:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Return the text of every template by its name."""
         return {DEFAULT: self.text, **{name: each.text for name, each in self._others.items()}}
 
     def picked(self, *, has_tools: bool, has_documents: bool = False) -> "ChatTemplate":

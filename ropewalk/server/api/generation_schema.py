@@ -56,7 +56,6 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
 
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]  # the field named in errors about the prompt
-    schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
     top_k: int | None = Field(None, **SAMPLING_LIMITS["top_k"].bounds, examples=[40])
     """Keeps this many of the most likely tokens. 0 and -1 turn it off (vLLM's field). Default: that
@@ -202,7 +201,7 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         own_names = {
             "prompt": self.prompt_field,
             "max_tokens": self.max_tokens_field,
-            "response_format": self.schema_field if asked is None else asked.field,
+            "response_format": "response_format" if asked is None else asked.field,
         }
         return own_names.get(param or "", param)
 
@@ -225,7 +224,6 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
 
     @property
     def num_answers(self) -> int:
-        """Return the number of answers to compute for each prompt."""
         return self.n or 1
 
     @property
@@ -321,7 +319,6 @@ def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: i
 
 
 def unknown_token(token_id: int, param: str, vocab_size: int) -> RequestError:
-    """Build the error of an id outside the vocabulary."""
     return RequestError(
         f"`{param}` token ids must be < {vocab_size}. Given: {token_id}", param=param
     )

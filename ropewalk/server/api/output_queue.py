@@ -99,7 +99,6 @@ class Submission:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last output of every request has been read."""
         return not self._open and not self._outputs
 
     async def has_output(self, limit_s: float | None) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.generation_schema import GenerationRequest
@@ -12,6 +12,9 @@ from ropewalk.server.api.parts.request_fields import RequestFields
 class TurnRequest(GenerationRequest):
     """A generating request that a route builds from its own body, which has checked the fields."""
 
+    prompt_field: ClassVar[str] = "messages"
+    names: ClassVar[Mapping[str, str]]  # our names of fields in errors -> those of the route's body
+
     max_tokens: int | None = None
 
     @classmethod
@@ -20,9 +23,11 @@ class TurnRequest(GenerationRequest):
         alike = {name: getattr(body, name) for name in RequestFields.model_fields}
         return cls.model_construct(None, **alike, **others)
 
+    def own_name(self, param: str | None) -> str | None:
+        return self.names.get(param or "", param)
+
     @property
     def asked_max_tokens(self) -> int | None:
-        """Return the max number of tokens; None: to the end of the tier."""
         return self.max_tokens
 
     @property

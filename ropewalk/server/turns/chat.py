@@ -179,7 +179,6 @@ class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, An
         return None
 
     def piece(self, index: int, output: Output) -> ChunkChoice:
-        """Build the next piece of a choice that is text; the first one contains the role."""
         return self._chunks(index, output, [{"content": output.text}])[0]
 
     def pieces(self, index: int, output: Output) -> Sequence[ChunkChoice]:

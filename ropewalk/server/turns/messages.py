@@ -206,19 +206,16 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "api_error" if status >= _FIRST_OWN else "invalid_request_error")
 
 
-# Our names of fields in errors -> the names that these bodies have for them.
-_NAMES = {
-    "prompt": "messages",
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-}
 _MODES: Mapping[str, ChoiceMode] = {"none": "none", "auto": "auto", "any": "required"}
 
 
 class _Request(TurnRequest):
     id_prefix: ClassVar[str] = "msg_"
-    prompt_field: ClassVar[str] = "messages"
-    schema_field: ClassVar[str] = "output_config.format"
+    names: ClassVar[Mapping[str, str]] = {
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+    }
 
 
 def messages_router(service: Service) -> APIRouter:
@@ -230,7 +227,7 @@ def messages_router(service: Service) -> APIRouter:
         asked = _Request.of(
             body, max_tokens=body.max_tokens, stop=body.stop_sequences, top_k=body.top_k
         )
-        with in_words_of(_NAMES):
+        with in_words_of(_Request.names):
             async with service.reserve(asked, service.chat_template.stop) as reservation:
                 prepared = await prepare(service, _turn(body))
                 # The field is required, so clients send more than there may be room for.

@@ -196,11 +196,6 @@ def _call_id(answer_id: str, index: int) -> str:
     return "".join(found)
 
 
-# Answers whose choices have parts that follow one another: reasoning, text, calls.
-#
-# A stream tells when a part begins, what it gains, and when it ends. Each API has its own shape of
-# that: chat's deltas, or the typed events of newer APIs.
-
 AskedT = TypeVar("AskedT", bound=GenerationRequest)
 BodyT = TypeVar("BodyT", bound=Body)
 Told = TypeVar("Told")
@@ -293,7 +288,6 @@ class EventAnswer(PartAnswer[TurnRequest, bytes], Generic[BodyT]):
         """Return the events of the answer's end, for its last output."""
 
     def whole_body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Build the whole answer."""
         for _ in self.reader.changes(outputs[0], always_has_text=self.always_has_text):
             pass
         return self.complete(outputs[0])

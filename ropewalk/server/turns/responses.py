@@ -1,6 +1,7 @@
 """The route of /v1/responses, and its answer: an object with items, or a stream of typed events."""
 
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -200,19 +201,14 @@ def _plain(given: Any) -> Any:
     return given.model_dump(by_alias=True, exclude_unset=True)
 
 
-# Our names of fields in errors -> the names that this body has for them.
-_NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-
-
 class _Request(TurnRequest):
     id_prefix: ClassVar[str] = "resp_"
-    prompt_field: ClassVar[str] = "input"
-    schema_field: ClassVar[str] = "text.format"
+    names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -222,7 +218,7 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", response_model=ResponseBody)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         asked = _Request.of(body, max_tokens=body.max_output_tokens)
-        with in_words_of(_NAMES):
+        with in_words_of(_Request.names):
             async with service.reserve(asked, service.chat_template.stop) as reservation:
                 prepared = await prepare(service, _turn(body))
                 submission = reservation.submit(
