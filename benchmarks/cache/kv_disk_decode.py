@@ -38,7 +38,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
@@ -74,7 +74,7 @@ class _Written(Observer):
     def __init__(self) -> None:
         self.num = self.num_dropped = 0
 
-    def tiered(self, counts: TierCounts) -> None:
+    def tiered(self, counts: StoreCounts) -> None:
         """Add a report."""
         self.num += counts.pages["written"]
         self.num_dropped += counts.pages["dropped"]

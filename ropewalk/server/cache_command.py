@@ -1,6 +1,5 @@
 """`ropewalk cache stats PATH` and `ropewalk cache clear PATH`: the folder of --kv-disk."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,13 +8,8 @@ from pathlib import Path
 
 import click
 
-from ropewalk.model_runtime.engine.kv_disk.files.folder import (
-    FolderError,
-    PageEntry,
-    entries,
-    open_root,
-)
-from ropewalk.model_runtime.engine.kv_disk.files.janitor import Swept, sweep
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderError, check_folder
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import PageEntry, Swept, entries, sweep
 from ropewalk.model_runtime.loading.hub.local_model import is_there
 from ropewalk.model_runtime.size_text import size_text
 
@@ -24,21 +18,18 @@ _SWEEP_S = 60.0  # for the janitor of a server to end
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open the folder for the block; a fault ends the command with a sentence."""
+def _opened(path: Path) -> Iterator[None]:
+    """Check the folder; a fault in the block ends the command with a sentence."""
     try:
-        root = open_root(path, create=False)
+        check_folder(path, create=False)
     except FolderError as error:
         if not is_there(path):
             raise click.ClickException(f"there is no folder {path}") from error
         raise click.UsageError(f"PATH {error}") from error
     try:
-        yield root
+        yield
     except OSError as error:
-        place = path / error.filename if isinstance(error.filename, str) else path
-        raise click.ClickException(f"cannot use {place}: {error.strerror}") from error
-    finally:
-        os.close(root)
+        raise click.ClickException(f"cannot use {error.filename}: {error.strerror}") from error
 
 
 @click.command()
@@ -50,10 +41,10 @@ def stats(path: Path) -> None:
     another identity than the server's are never read, and deleted when they are the oldest.
     """
     by_identity: dict[str, list[PageEntry]] = defaultdict(list)
-    with _opened(path) as root:
-        for entry in entries(root):
+    with _opened(path):
+        for entry in entries(path):
             if not entry.is_part:
-                by_identity[entry.path.split("/")[1]].append(entry)
+                by_identity[entry.path.parts[-3]].append(entry)
     click.echo(f"{'identity':<32} {'pages':>8} {'size':>10}  last used")
     newest_first = sorted(by_identity.items(), key=lambda each: -_last_use(each[1]))
     for identity, found in newest_first:
@@ -72,15 +63,15 @@ def clear(path: Path) -> None:
 
     Files that are no pages stay, and so do those that a server is writing.
     """
-    with _opened(path) as root:
-        swept = _sweep_all(root, path)
+    with _opened(path):
+        swept = _sweep_all(path)
     click.echo(f"deleted {swept.num_evicted:,} pages, {size_text(swept.num_bytes_evicted)}")
 
 
-def _sweep_all(root: int, path: Path) -> Swept:
+def _sweep_all(path: Path) -> Swept:
     """Delete all pages when no janitor works. Raises ClickException if one does not end."""
     deadline = time.monotonic() + _SWEEP_S
-    while (swept := sweep(root, 0)) is None:
+    while (swept := sweep(path, 0)) is None:
         if time.monotonic() > deadline:
             raise click.ClickException(
                 f"cannot clear {path}: a server has been sweeping it for {_SWEEP_S:.0f} s"

@@ -1,11 +1,11 @@
-"""Prometheus metrics of the tier of pages on disk; without one, they do not exist."""
+"""Prometheus metrics of the store below the cache; without one, they do not exist."""
 
 from typing import TYPE_CHECKING, get_args
 
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import Reason
 
 if TYPE_CHECKING:
-    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+    from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
     from ropewalk.server.metrics import MetricFactory
 
 _EVENTS = ("read", "written", "dropped", "evicted")
@@ -13,7 +13,7 @@ _MEMORY_EVENTS = ("read", "evicted")
 
 
 class DiskMetrics:
-    """The metrics of one engine's tier."""
+    """The metrics of one engine's lower store."""
 
     def __init__(
         self, factory: "MetricFactory", *, has_place: bool = True, has_memory: bool = False
@@ -23,7 +23,7 @@ class DiskMetrics:
         `has_place`: there is a folder or a store. `has_memory`: pages are in host memory.
         """
         self._pages = factory.counter(
-            "ropewalk_kv_disk_pages", "Pages of the tier on disk by event.", ["event"]
+            "ropewalk_kv_disk_pages", "Pages on disk by event.", ["event"]
         )
         self._bad = factory.counter(
             "ropewalk_kv_disk_bad_files",
@@ -48,7 +48,7 @@ class DiskMetrics:
         for way in ("read", "write"):
             self._seconds.labels(way)
 
-    def add(self, counts: "TierCounts") -> None:
+    def add(self, counts: "StoreCounts") -> None:
         """Add what has happened since the last call."""
         for event, number in counts.pages.items():
             self._pages.labels(event).inc(number)
@@ -77,7 +77,7 @@ class _PlaceMetrics:
         )
         self._name: str | None = None
 
-    def add(self, counts: "TierCounts") -> None:
+    def add(self, counts: "StoreCounts") -> None:
         """Take over the size, and the place's name if it has changed."""
         self._bytes.set(counts.num_bytes)
         if counts.place is not None and counts.place != self._name:
@@ -98,7 +98,7 @@ class _MemoryMetrics:
         for event in _MEMORY_EVENTS:
             self._pages.labels(event)
 
-    def add(self, counts: "TierCounts") -> None:
+    def add(self, counts: "StoreCounts") -> None:
         """Add what has happened since the last call."""
         for event, number in counts.memory.items():
             self._pages.labels(event).inc(number)

@@ -35,7 +35,7 @@ from ropewalk.rope import Tier
 from ropewalk.server.version import own_commit, own_version
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
-    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+    from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
     from ropewalk.server.disk_metrics import DiskMetrics
 
 # vLLM's bounds, so that dashboard panels can be compared.
@@ -371,7 +371,7 @@ class Metrics(Observer):
         """Record the slots in use, after `stepped`."""
         self._state_usage.set(num_used_slots / self._num_slots)
 
-    def tiered(self, counts: "TierCounts") -> None:
+    def tiered(self, counts: "StoreCounts") -> None:
         if self._disk is not None:
             self._disk.add(counts)
 

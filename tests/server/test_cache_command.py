@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.files import folder as folder_module
-from ropewalk.model_runtime.engine.kv_disk.files import janitor
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderStore
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.server import cache_command
 from ropewalk.server.settings.load import SettingsError, load_settings
@@ -23,16 +23,20 @@ PAGE = memoryview(bytes(FORM.num_bytes))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> PageFolder:
+def folder(tmp_path: Path) -> FolderStore:
     """A folder with two pages."""
-    made = PageFolder(tmp_path / "kv", FORM)
+    made = FolderStore(tmp_path / "kv", FORM, 1 << 30, Counting())
     for number in range(2):
-        made.write(bytes([number]) * 32, PAGE)
+        made.put(bytes([number]) * 32, PAGE)
     return made
 
 
+def is_there(folder: FolderStore, key: bytes) -> bool:
+    return folder.get(key, memoryview(bytearray(FORM.num_bytes)))
+
+
 def test_clear_leaves_the_file_that_a_server_writes(
-    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+    folder: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The write ends well, so the server's writes do not pause."""
     is_written, goes_on = threading.Event(), threading.Event()
@@ -44,30 +48,30 @@ def test_clear_leaves_the_file_that_a_server_writes(
         goes_on.wait(60)
 
     monkeypatch.setattr(folder_module, "write_page", slow)
-    writer = threading.Thread(target=folder.write, args=(b"2" * 32, PAGE))
+    writer = threading.Thread(target=folder.put, args=(b"2" * 32, PAGE))
     writer.start()
     assert is_written.wait(60)
     shown = run_here("cache", "clear", str(folder.path))
     goes_on.set()
     writer.join()
     assert shown.stdout == "deleted 2 pages, 2 MiB\n"
-    assert [folder.has(key) for key in (bytes(32), b"2" * 32)] == [False, True]
+    assert [is_there(folder, key) for key in (bytes(32), b"2" * 32)] == [False, True]
 
 
 def test_clear_waits_for_the_janitor_of_a_server(
-    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+    folder: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep that counts files must not meet one that deletes them all."""
     with (folder.path / ".janitor").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         def sleep(_: float) -> None:
-            assert folder.has(bytes(32))
+            assert is_there(folder, bytes(32))
             fcntl.flock(lock, fcntl.LOCK_UN)
 
         monkeypatch.setattr(cache_command.time, "sleep", sleep)
         assert run_here("cache", "clear", str(folder.path)).returncode == 0
-        assert not folder.has(bytes(32))
+        assert not is_there(folder, bytes(32))
         fcntl.flock(lock, fcntl.LOCK_EX)
         monkeypatch.setattr(cache_command, "_SWEEP_S", -1.0)
         shown = run_here("cache", "clear", str(folder.path))
@@ -76,14 +80,14 @@ def test_clear_waits_for_the_janitor_of_a_server(
 
 
 def test_a_file_that_cannot_be_deleted_is_named_with_the_reason(
-    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+    folder: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No traceback, and no count of what is still there."""
 
-    def refused(path: str, **_: Any) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    def refused(path: Path, **_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(janitor.os, "unlink", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
     shown = run_here("cache", "clear", str(folder.path))
     assert shown.returncode == 1
     assert shown.stdout == ""
@@ -92,21 +96,24 @@ def test_a_file_that_cannot_be_deleted_is_named_with_the_reason(
 
 
 def test_a_folder_that_cannot_be_listed_is_named_with_the_reason(
-    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+    folder: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages were left out of the count before."""
-    opened = os.open
+    listed = os.scandir
 
-    def refused(path: Any, *flags: Any, **options: Any) -> int:
-        if path == "01":
+    def refused(path: str) -> Any:
+        if path.endswith("/01"):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return opened(path, *flags, **options)
+        return listed(path)
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "scandir", refused)
     for action in ("stats", "clear"):
         shown = run_here("cache", action, str(folder.path))
         assert shown.returncode == 1
-        assert shown.stderr == f"Error: cannot use {folder.path}/01: Permission denied\n"
+        assert (
+            shown.stderr
+            == f"Error: cannot use {folder.path}/v1/{FORM.name}/01: Permission denied\n"
+        )
 
 
 def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

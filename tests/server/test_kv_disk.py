@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.server.disk_metrics import DiskMetrics
 from ropewalk.server.metrics import MetricFactory
@@ -190,7 +190,7 @@ def test_a_folder_that_others_can_read_is_refused_before_anything_is_imported(
     assert not (tmp_path / "absent").exists()
     file = shared / "file"
     file.write_text("x")
-    with pytest.raises(SettingsError, match=r"kv_disk must be a folder and no link, got .*file"):
+    with pytest.raises(SettingsError, match=r"kv_disk must be a folder, got .*file"):
         checked(load_settings({**flags, "kv_disk": str(file)}))
     assert run_here("cache", "stats", str(shared)).returncode == 2
     assert run_here("cache", "clear", str(tmp_path / "absent")).returncode == 1
@@ -223,7 +223,7 @@ def test_host_memory_of_a_gpu_is_planned_and_told(embedded: Any, tmp_path: Path)
 
 def test_metrics_of_host_memory_exist_with_it_only() -> None:
     """Without a folder or a store there is no size of one."""
-    counts = TierCounts(num_bytes=7, num_memory_bytes=500, place="at random")
+    counts = StoreCounts(num_bytes=7, num_memory_bytes=500, place="at random")
     counts.memory["read"] = 3
     for has_memory in (False, True):
         factory = MetricFactory()

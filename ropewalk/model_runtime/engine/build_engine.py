@@ -93,9 +93,9 @@ def _built(
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     tier = None
     if config.tier_setting is not None:
-        from ropewalk.model_runtime.engine.kv_disk.build import build_tier  # noqa: PLC0415  # rare
+        from ropewalk.model_runtime.engine.kv_disk.build import build_lower_store  # noqa: PLC0415  # rare
 
-        tier = build_tier(checkpoint, config, runner.store)
+        tier = build_lower_store(checkpoint, config, runner.store)
     eos_token_ids = checkpoint.eos_token_ids
     return Engine(runner, checkpoint.tokenizer, config, eos_token_ids, observer, tier=tier)
 

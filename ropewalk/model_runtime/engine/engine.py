@@ -29,7 +29,7 @@ from ropewalk.model_runtime.request import OnOutput, Output, Request
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
-    from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
+    from ropewalk.model_runtime.engine.kv_disk.lower_store import LowerStore
 
 STOPPED = "the engine stopped"
 _LAST_WRITES_S = 5.0  # for pages that are not on disk when the engine stops
@@ -48,7 +48,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         observer: Observer | None = None,
         *,
-        tier: "DiskTier | None" = None,
+        tier: "LowerStore | None" = None,
     ) -> None:
         """Build an engine that has not started. `tier`: pages below the cache; None: none."""
         self._admission = AdmissionQueue(config)

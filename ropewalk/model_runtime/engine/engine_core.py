@@ -30,7 +30,7 @@ from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import StepPlan
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
-    from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
+    from ropewalk.model_runtime.engine.kv_disk.lower_store import LowerStore
 
 _log = structlog.get_logger(__name__)
 _IS_PLAIN = attrgetter("is_plain")
@@ -45,7 +45,7 @@ class EngineCore:
         config: EngineConfig,
         observer: Observer,
         on_end: Callable[[], None] = lambda: None,
-        tier: "DiskTier | None" = None,
+        tier: "LowerStore | None" = None,
     ) -> None:
         """Build a core without requests. `on_end` is called before a last output is delivered.
 

@@ -8,7 +8,7 @@ from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.rope import Tier
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
-    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+    from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 
 
 class Observer:
@@ -54,5 +54,5 @@ class Observer:
     def timed(self, seconds: Mapping[Part, float]) -> None:
         """Record the seconds of every part of a step that computed tokens."""
 
-    def tiered(self, counts: "TierCounts") -> None:
+    def tiered(self, counts: "StoreCounts") -> None:
         """Record what the tier on disk did since the last call, and its state."""

@@ -26,12 +26,12 @@ def check_disk(settings: ServeSettings) -> None:
         return
     from ropewalk.model_runtime.engine.kv_disk.files.folder import (  # noqa: PLC0415  # rare
         FolderError,
-        open_root,
+        check_folder,
     )
 
     try:
         path.lstat()
-        os.close(open_root(path, create=False))
+        check_folder(path, create=False)
     except FileNotFoundError:
         there = next(each for each in path.absolute().parents if os.path.exists(each))  # noqa: PTH110  # it raises nothing
         try:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.page.stats import read_stats
 from ropewalk.server.router.fleet.fleet_stats import summed_stats
@@ -65,7 +65,7 @@ def test_host_memory_of_servers_is_added() -> None:
     found = [plain, earlier]
     for number in (1, 2):
         one = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
-        one.tiered(TierCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
+        one.tiered(StoreCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
         found.append(stats_of(one))
     assert summed_stats(found)["kv_offload"] == {"pages_read": 3, "pages_evicted": 8, "bytes": 6}
     assert "kv_offload" not in summed_stats([earlier])

@@ -1,1 +1,1 @@
-"""Pages of prefixes in files, which outlive the process: a tier below the cache, on a CPU."""
+"""Pages of prefixes outside of the cache: in files, in a store on the network, in host memory."""

@@ -1,6 +1,5 @@
-"""Build the tier of an engine from its checkpoint, limits and cache."""
+"""Build the lower store of an engine from its checkpoint, limits and cache."""
 
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +11,11 @@ from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
-from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderError, open_root
-from ropewalk.model_runtime.engine.kv_disk.files.janitor import FolderStore
+from ropewalk.model_runtime.engine.kv_disk.files.folder import (
+    FolderError,
+    FolderStore,
+    check_folder,
+)
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import VERSION, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
@@ -30,10 +32,10 @@ from ropewalk.model_runtime.engine.kv_disk.identity import (
     model_facts,
 )
 from ropewalk.model_runtime.engine.kv_disk.least_sizes import refuse_sizes
+from ropewalk.model_runtime.engine.kv_disk.lower_store import READ_BYTES, WRITE_BYTES, LowerStore
 from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Reader
 from ropewalk.model_runtime.engine.kv_disk.stores.store_url import NEEDS_CLIENT, parse_store_url
-from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.errors import ModelError
@@ -42,8 +44,8 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 _LEAST_BUFFERS = 4
 
 
-def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> DiskTier:
-    """Return the tier over the cache `store`; it opens its folder when it starts.
+def build_lower_store(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> LowerStore:
+    """Return the lower store of the cache `store`; it opens its folder when it starts.
 
     Raises ModelError if the cache cannot have one.
     """
@@ -57,7 +59,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     refuse_sizes(config, memory.num_bytes, machine_memory())
     form = _unnamed(checkpoint, config, store, memory)
     counting = Counting()
-    place, open_store = _opening(checkpoint, config, form)
+    place, open_store = _opening(checkpoint, config, form, counting)
     below = None
     if config.kv_offload_gib is not None:
         below = Pause("reads")
@@ -67,7 +69,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
     writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
     reader = Reader(to_read, counting, lambda key: writer.delete([key]), below)
-    return DiskTier(memory, writer, reader, counting, _used_bytes(config, memory.num_bytes))
+    return LowerStore(memory, writer, reader, counting, _used_bytes(config, memory.num_bytes))
 
 
 # The name of a place, and how it is opened; None: there is none.
@@ -109,7 +111,9 @@ def _used_bytes(config: EngineConfig, num_bytes: int) -> tuple[int, ...]:
     return tuple(num_bytes * len(each) // groups.num_places for each in groups.layers)
 
 
-def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> _Opening:
+def _opening(
+    checkpoint: Checkpoint, config: EngineConfig, form: PageFormat, counting: Counting
+) -> _Opening:
     """Return the folder of kv_disk or the store of kv_store, if there is one. Raises ModelError."""
     if config.kv_disk is None and config.kv_store is None:
         return "host memory", None
@@ -130,7 +134,7 @@ def _opening(checkpoint: Checkpoint, config: EngineConfig, form: PageFormat) -> 
 
     if config.kv_store is not None:
         return _networked(config.kv_store, make_format)
-    return _folder(config, make_format)
+    return _folder(config, make_format, counting)
 
 
 def _offloaded(
@@ -159,16 +163,18 @@ def _layout(config: EngineConfig) -> dict[str, object]:
     return {} if config.page_groups is None else {"groups": config.page_groups.layers}
 
 
-def _folder(config: EngineConfig, make_format: Callable[[], PageFormat]) -> _Opening:
+def _folder(
+    config: EngineConfig, make_format: Callable[[], PageFormat], counting: Counting
+) -> _Opening:
     """Return the folder of kv_disk. Raises ModelError if it cannot be used."""
     path, gib = config.kv_disk, config.kv_disk_gib
     assert path is not None
     assert gib is not None
     try:
-        os.close(open_root(path, create=True))
+        check_folder(path, create=True)
     except FolderError as error:
         raise ModelError(f"kv_disk {error}") from error
-    return str(path), lambda: FolderStore(path, make_format(), int(gib * 2**30))
+    return str(path), lambda: FolderStore(path, make_format(), int(gib * 2**30), counting)
 
 
 def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:

@@ -1,4 +1,4 @@
-"""Counts of the tier, which all of its threads add to, and pauses after faults."""
+"""Counts of the lower store, which all of its threads add to, and pauses after faults."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class TierCounts:
+class StoreCounts:
     """What happened since the last report, and the state of the folder."""
 
     pages: Counter[str] = field(
@@ -34,73 +34,38 @@ class TierCounts:
 
 
 class Counting:
-    """Counts for several threads."""
+    """Counts for several threads: a block `with counting as counts` may change them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = TierCounts()
+        self._counts = StoreCounts()
         self._has_news = self._was_paused = False
 
+    def __enter__(self) -> StoreCounts:
+        """Return the counts since the last report, for this thread alone."""
+        self._lock.acquire()
+        self._has_news = True
+        return self._counts
+
+    def __exit__(self, *_: object) -> None:
+        """Let other threads change them."""
+        self._lock.release()
+
     def page(self, event: str, num: int = 1) -> None:
-        with self._lock:
-            self._has_news = True
-            self._counts.pages[event] += num
+        with self as counts:
+            counts.pages[event] += num
 
     def bad(self, reason: Reason) -> None:
-        with self._lock:
-            self._has_news = True
-            self._counts.bad_files[reason] += 1
+        with self as counts:
+            counts.bad_files[reason] += 1
 
-    def read(self, num_tokens: int) -> None:
-        """Count a page of so many tokens that a sequence can use."""
-        with self._lock:
-            self._has_news = True
-            self._counts.pages["read"] += 1
-            self._counts.num_tokens_read += num_tokens
-
-    def reached(self, num_tokens: int) -> None:
-        """Count tokens that a sequence need not compute because of pages that were counted."""
-        with self._lock:
-            self._has_news = True
-            self._counts.num_tokens_read += num_tokens
-
-    def spent(self, *, read_s: float = 0.0, write_s: float = 0.0) -> None:
-        """Add the time that files took."""
-        with self._lock:
-            self._has_news = True
-            self._counts.read_s += read_s
-            self._counts.write_s += write_s
-
-    def grew(self, num_bytes: int) -> None:
-        with self._lock:
-            self._has_news = True
-            self._counts.num_bytes += num_bytes
-
-    def holds(self, num_bytes: int, place: str) -> None:
-        """Note what a look has found."""
-        with self._lock:
-            self._has_news = True
-            self._counts.num_bytes = num_bytes
-            self._counts.place = place
-
-    def in_memory(self, event: str) -> None:
-        """Count a page of host memory."""
-        with self._lock:
-            self._has_news = True
-            self._counts.memory[event] += 1
-
-    def memory_holds(self, num_bytes: int) -> None:
-        with self._lock:
-            self._has_news = True
-            self._counts.num_memory_bytes = num_bytes
-
-    def take(self, *, is_paused: bool) -> TierCounts | None:
+    def take(self, *, is_paused: bool) -> StoreCounts | None:
         """Return the counts since the last call; None if there are none."""
         with self._lock:
             taken = self._counts
             if not self._has_news and is_paused == self._was_paused:
                 return None
-            self._counts = TierCounts(
+            self._counts = StoreCounts(
                 num_bytes=taken.num_bytes,
                 num_memory_bytes=taken.num_memory_bytes,
                 place=taken.place,

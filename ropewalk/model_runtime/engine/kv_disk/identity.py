@@ -164,7 +164,5 @@ def _keep(folder: Path, known: dict[str, Any]) -> None:
     part = folder / f".{_KNOWN}.{secrets.token_hex(8)}"  # containers share ids of processes
     with suppress(OSError):  # the next start hashes again
         newest = dict(list(known.items())[-_MOST_KNOWN:])
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(file, "w") as text:
-            json.dump(newest, text)
+        part.write_text(json.dumps(newest), encoding="ascii")
         part.replace(folder / _KNOWN)

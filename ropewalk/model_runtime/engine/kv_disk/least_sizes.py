@@ -1,6 +1,6 @@
-"""The least and the most memory of a tier of pages, known from the size of a page.
+"""The least and the most memory of a lower store, known from the size of a page.
 
-Planning imports this module, so a tier that is too small is refused before weights are read.
+Planning imports this module, so a store that is too small is refused before weights are read.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ from ropewalk.model_runtime.size_text import size_text
 
 
 class _Sized(Protocol):
-    """The sizes of a tier of pages."""
+    """The sizes of a lower store."""
 
     @property
     def kv_disk_gib(self) -> float | None: ...
@@ -22,20 +22,20 @@ class _Sized(Protocol):
     def kv_offload_gib(self) -> float | None: ...
 
 
-def refuse_sizes(tier: _Sized, page_bytes: int, host: MachineMemory) -> None:
+def refuse_sizes(sizes: _Sized, page_bytes: int, host: MachineMemory) -> None:
     """Raise ModelError if a folder is too small, or host memory is too small or not there.
 
     `page_bytes`: of a page of the cache. `host`: the memory of the machine.
     """
-    if tier.kv_disk_gib is not None:
+    if sizes.kv_disk_gib is not None:
         file_bytes = HEADER_BYTES + page_bytes
         least_gib = SMALLEST_CAP * file_bytes / 2**30
-        if tier.kv_disk_gib < least_gib:
+        if sizes.kv_disk_gib < least_gib:
             raise ModelError(
                 f"kv_disk_gib must be >= {least_gib:.3g}, for {SMALLEST_CAP} pages of "
-                f"{size_text(file_bytes)}, got {tier.kv_disk_gib:g}"
+                f"{size_text(file_bytes)}, got {sizes.kv_disk_gib:g}"
             )
-    gib = tier.kv_offload_gib
+    gib = sizes.kv_offload_gib
     if gib is None:
         return
     if gib * 2**30 < page_bytes:

@@ -1,4 +1,4 @@
-"""The interface of a place that keeps pages by key: a folder, or a store on the network."""
+"""The interface of a store that keeps pages by key: host memory, a folder, or Valkey."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,50 +7,41 @@ from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 
 
 class StoreError(Exception):
-    """A fault of a place that keeps pages; the message is the end of a sentence about it."""
+    """A fault of a store; the message is the end of a sentence about it."""
 
 
-class Room(NamedTuple):
-    """The size of a place, as of a look at it."""
+class Look(NamedTuple):
+    """What a look at a store has found."""
 
-    left_bytes: int  # that this process may write before it looks again
-    num_bytes: int  # that it holds now
-    num_evicted: int  # pages that were deleted because they were the oldest
-    name: str  # at random, and the same for all who share the place
-    num_foreign: int = 0  # values of others in the place of ours, which were replaced
+    num_bytes: int
+    name: str  # at random, and the same for all who share the store
 
 
 class PageStore(Protocol):
-    """Pages that outlive the process. Any thread may call any method."""
+    """Pages that outlive their place in the cache. Any thread may call any method.
+
+    A store makes room for new pages by itself.
+    """
 
     form: PageFormat
 
-    def has(self, key: bytes) -> bool:
-        """Return whether a page of this key need not be written. Raises StoreError."""
-
-    def read(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> bool:
         """Read a page; return False if there is none. Raises BadPageError.
 
         The content of `into` is undefined after an error.
         """
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> bool:
+    def put(self, key: bytes, page: memoryview, depth: int) -> bool:
         """Write a page; `depth` pages are before it. Raises StoreError or OSError.
 
-        Returns False if the place behind host memory had it already.
+        Returns False if nothing was written, most often because the page is there.
         """
-
-    def discard(self, keys: Sequence[bytes]) -> None:
-        """Delete the pages of these keys, as far as there are any. Raises StoreError."""
 
     def touch(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Record that pages, each with its depth, are used now. Raises StoreError."""
+        """Record that pages, each with its depth, are used now. Raises StoreError or OSError."""
 
-    def look(self) -> Room | None:
-        """Make room, and return the size; None if another process does. Raises OSError, StoreError.
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Delete the pages of these keys, as far as there are any. Raises StoreError or OSError."""
 
-        Nothing is written until a look has succeeded.
-        """
-
-    def reopen(self) -> None:
-        """Find the place again after a fault. Raises StoreError or OSError."""
+    def look(self) -> Look | None:
+        """Return the size; None if it is not known now. Raises StoreError or OSError."""

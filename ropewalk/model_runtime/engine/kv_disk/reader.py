@@ -2,7 +2,7 @@
 
 A thread may hang in a read for as long as the disk does. Its fetch is then given up, and nothing
 waits for it. What it reads later is thrown away. No other thread takes its place, so at most
-`_NUM_THREADS` hang. If all of them do, each further pause of the reads follows at once.
+`_NUM_THREADS` hang. While all of them do, no read begins.
 """
 
 import queue
@@ -23,9 +23,7 @@ from ropewalk.model_runtime.scheduling.read_plan import Pages, stored_key
 _NUM_THREADS = 2
 _LOOK_S = 0.1  # how often a thread that waits for memory looks whether its fetch was given up
 _NEWEST_WEIGHS = 0.25  # of a new time in the running mean
-_LEAST_PATIENCE_S = 1.0
-_PATIENCE = 8  # times the mean time of a page
-_UNKNOWN_S = 2.0  # patience before the first page was read
+_PAGE_S = 2.0  # a page that takes longer pays nowhere: the disk hangs
 
 _log = structlog.get_logger(__name__)
 
@@ -94,27 +92,24 @@ class Reader:
         self._fetches.put((store, fetch))
 
     def is_usable(self, now: float) -> bool:
-        """Return whether a read may begin; pause again if every thread still hangs in one."""
-        if self._is_stuck(now):
-            self.pause.begin("every read takes too long")
-            return False
-        return self._has_memory or not self.pause.is_on
+        """Return whether a read may begin: not in a pause, nor while every thread hangs."""
+        return not self._is_stuck(now) and (self._has_memory or not self.pause.is_on)
 
-    def hangs(self, fetch: Fetch, now: float) -> bool:
-        """Return whether a page takes far longer than others did, or no thread can begin one."""
-        return self._is_slow(fetch.reading_since, now) or self._is_stuck(now)
+    def is_paused(self, now: float) -> bool:
+        """Return whether pages on disk are not read now."""
+        return self.pause.is_on or self._is_stuck(now)
 
-    def _is_slow(self, since: float | None, now: float) -> bool:
-        if since is None:
-            return False
-        patience = _UNKNOWN_S if self.page_s is None else _PATIENCE * self.page_s
-        return now - since > max(patience, _LEAST_PATIENCE_S)
+    def is_late(self, fetch: Fetch, now: float) -> bool:
+        """Return whether a fetch is to be given up; pause if a page of it takes too long."""
+        if _hangs(fetch, now):
+            self.pause.begin("a read takes too long")
+            return True
+        return now > fetch.deadline or self._is_stuck(now)
 
     def _is_stuck(self, now: float) -> bool:
         """Return whether every thread hangs in a read that was given up."""
         return all(
-            each is not None and each.is_given_up and self._is_slow(each.reading_since, now)
-            for each in self._read_now
+            each is not None and each.is_given_up and _hangs(each, now) for each in self._read_now
         )
 
     def give_up(self, fetch: Fetch) -> None:
@@ -175,7 +170,7 @@ class Reader:
     def _read_page(self, store: PageStore, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
         began = fetch.reading_since = time.monotonic()
         try:
-            if not store.read(key, buffer.data):
+            if not store.get(key, buffer.data):
                 return False
         except BadPageError as error:
             self._counting.bad(error.reason)
@@ -187,9 +182,14 @@ class Reader:
         finally:
             fetch.reading_since = None
         taken = time.monotonic() - began
-        self._counting.spent(read_s=taken)
+        with self._counting as counts:
+            counts.read_s += taken
         if not fetch.is_given_up and not self._has_memory:
             self.pause.ended_well()
         before = taken if self.page_s is None else self.page_s
         self.page_s = before + _NEWEST_WEIGHS * (taken - before)
         return True
+
+
+def _hangs(fetch: Fetch, now: float) -> bool:
+    return fetch.reading_since is not None and now - fetch.reading_since > _PAGE_S

@@ -10,10 +10,10 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -25,11 +25,19 @@ from ropewalk.model_runtime.engine.kv_disk.page_store import PageStore, StoreErr
 _LOOK_S = 600.0
 _LOWEST_PRIORITY = 19
 _TOUCH_S = 60.0  # a page in use is touched once in this time
-_MOST_USED = 256  # prefixes to be touched; of more, as behind a disk that hangs, the oldest are not
+_MOST_QUEUED = 1024  # behind a disk that hangs, no prefix more is touched
 _MOST_TOUCHED = 1 << 16  # pages whose last touch is known
-_TOUCHED_AT_ONCE = 16  # pages, between two writes
 
 _log = structlog.get_logger(__name__)
+
+
+_Found = TypeVar("_Found")
+
+
+class _Used(NamedTuple):
+    """Pages to be touched, each with its depth."""
+
+    pages: list[tuple[bytes, int]]
 
 
 class Copied(NamedTuple):
@@ -66,15 +74,11 @@ class Writer:
         self.pause = Pause("writes")
         self.store: PageStore | None = None  # None: it is not open yet
         self.is_off = False  # it could not be opened
-        self._queue: queue.SimpleQueue[Copied | list[bytes] | None] = queue.SimpleQueue()
-        self._used: deque[list[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
-        self._to_touch: list[tuple[bytes, int]] = []  # key and depth, of one prefix, last one first
-        self._touched: dict[bytes, float] = {}  # when, of pages in use
-        self._left_bytes = 0  # that may be written before the next look
+        self._queue: queue.SimpleQueue[Copied | _Used | list[bytes] | None] = queue.SimpleQueue()
+        self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, of pages in use
         self._looked_s = -math.inf
         self._opening_s = 0.0  # with the hash of the weights
         self._is_told = False  # that the store is open
-        self._reopens = False  # after a pause, because another disk may be mounted there
         self._wake: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
 
@@ -85,15 +89,25 @@ class Writer:
 
     def put(self, copied: Copied) -> None:
         self._queue.put(copied)
+        self._note_touched([copied.key])
 
     def delete(self, keys: list[bytes]) -> None:
         self._queue.put(keys)
 
     def used(self, pages: list[tuple[bytes, int]]) -> None:
         """Let the store know, soon, that the pages of a prefix, each with its depth, are in use."""
-        self._used.append(pages)
-        if len(self._used) == 1:
-            self._queue.put([])  # wakes the thread
+        before = time.monotonic() - _TOUCH_S
+        due = [each for each in pages if self._touched.get(each[0], -math.inf) <= before]
+        if due and not self.pause.is_on and self._queue.qsize() < _MOST_QUEUED:
+            self._queue.put(_Used(due))
+            self._note_touched(key for key, _ in due)
+
+    def _note_touched(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._touched[key] = time.monotonic()
+            self._touched.move_to_end(key)
+        while len(self._touched) > _MOST_TOUCHED:
+            self._touched.popitem(last=False)
 
     def stop(self, timeout_s: float) -> None:
         """Write what is queued, for so long at most, and end the thread."""
@@ -112,12 +126,9 @@ class Writer:
             _log.exception("kv_disk_writer_ended")
 
     def _serve_next(self) -> bool:
-        """Do what is next in the queue, then touch a few pages; return False at its end.
-
-        A prefix in use may have hundreds of pages. No write waits until all of them are touched.
-        """
+        """Do what is next in the queue; return False at its end."""
         try:
-            item = self._queue.get(timeout=0 if self._used or self._to_touch else _LOOK_S)
+            item = self._queue.get(timeout=_LOOK_S)
         except queue.Empty:
             item = []
         if item is None:
@@ -133,9 +144,11 @@ class Writer:
             finally:
                 self.buffers.give(item.buffer)
             self._wake()
-        else:
-            self._delete(item)
-        self._touch_some()
+        elif isinstance(item, _Used):
+            if not self.pause.is_on:
+                self._tried(lambda store: store.touch(item.pages))
+        elif item:
+            self._tried(lambda store: store.evict(item))
         return True
 
     def _open(self) -> bool:
@@ -152,113 +165,49 @@ class Writer:
         return True
 
     def _write(self, copied: Copied) -> None:
-        store = self.store
-        assert store is not None
         if self.pause.is_on or not self._is_finite(copied.buffer):
             self._counting.page("dropped")
             return
         began = time.monotonic()
-        try:
-            if store.has(copied.key):
-                return
-            self._reopen_after_fault(store)
-            if not self._may_write(store):
-                self._counting.page("dropped")
-                return
-            is_written = store.write(copied.key, copied.buffer.data, copied.depth)
-        except (OSError, StoreError) as error:
+        page = copied.buffer.data
+        is_written = self._tried(lambda store: store.put(copied.key, page, copied.depth))
+        if is_written is None:
             self._counting.page("dropped")
-            self._pause(error)
-            return
-        self._touched[copied.key] = time.monotonic()
-        if not is_written:
-            return
-        self.pause.ended_well()
-        self._left_bytes -= store.form.file_bytes
-        self._counting.page("written")
-        self._counting.grew(store.form.file_bytes)
-        self._counting.spent(write_s=time.monotonic() - began)
+        elif is_written:
+            self.pause.ended_well()
+            with self._counting as counts:
+                counts.pages["written"] += 1
+                counts.num_bytes += len(page)
+                counts.write_s += time.monotonic() - began
 
-    def _touch_some(self) -> None:
-        """Touch a few of the pages in use that were not touched of late."""
-        store = self.store
-        if store is None or self.pause.is_on:
-            self._used.clear()
-            self._to_touch.clear()
+    def _look_if_due(self) -> None:
+        if time.monotonic() < self._looked_s + _LOOK_S or self.pause.is_on:
             return
-        now = time.monotonic()
-        before = now - _TOUCH_S
-        if len(self._touched) > _MOST_TOUCHED:
-            self._touched = {key: at for key, at in self._touched.items() if at > before}
-        due: list[tuple[bytes, int]] = []
-        while len(due) < _TOUCHED_AT_ONCE and (self._to_touch or self._used):
-            if not self._to_touch:
-                self._to_touch = self._used.popleft()[::-1]
-                continue
-            key, depth = self._to_touch.pop()
-            if self._touched.get(key, before) <= before:
-                due.append((key, depth))
-                self._touched[key] = now
-        if not due:
+        look = self._tried(lambda store: store.look())
+        if self.pause.is_on:
             return
-        try:
-            store.touch(due)
-        except StoreError as error:
-            self._pause(error)
-
-    def _may_write(self, store: PageStore) -> bool:
-        """Return whether a page may be written; look if this process has used its allowance."""
-        if self._left_bytes < store.form.file_bytes:
-            self._look_if_due(is_due=True)
-        return self._left_bytes >= store.form.file_bytes
-
-    def _look_if_due(self, *, is_due: bool = False) -> None:
-        store = self.store
-        is_due = is_due or time.monotonic() > self._looked_s + _LOOK_S
-        if store is None or not is_due or self.pause.is_on:
-            return
-        try:
-            self._reopen_after_fault(store)
-            room = store.look()
-        except (OSError, StoreError) as error:
-            self._pause(error)
-            return
-        self._tell_open(store)
-        if room is None:  # another process makes room; until then nothing is written
+        assert self.store is not None
+        form = self.store.form
+        if not self._is_told:  # a first command has been answered
+            self._is_told = True
+            seconds = round(self._opening_s, 2)
+            _log.info("kv_disk_open", place=self._place, identity=form.name, seconds=seconds)
+        if look is None:  # another process makes room
             return
         self._looked_s = time.monotonic()
-        self._left_bytes = room.left_bytes
         # Servers of another identity use the same place, and not the same pages.
-        place = hashlib.sha256(room.name.encode() + store.form.identity).hexdigest()[:16]
-        self._counting.holds(room.num_bytes, place)
-        self._counting.page("evicted", room.num_evicted)
-        for _ in range(room.num_foreign):
-            self._counting.bad("foreign")
+        place = hashlib.sha256(look.name.encode() + form.identity).hexdigest()[:16]
+        with self._counting as counts:
+            counts.num_bytes, counts.place = look.num_bytes, place
 
-    def _tell_open(self, store: PageStore) -> None:
-        """Say once that the store can be used: a first command has been answered."""
-        if not self._is_told:
-            self._is_told = True
-            identity = store.form.identity.hex()[:32]
-            seconds = round(self._opening_s, 2)
-            _log.info("kv_disk_open", place=self._place, identity=identity, seconds=seconds)
-
-    def _reopen_after_fault(self, store: PageStore) -> None:
-        if self._reopens:
-            store.reopen()
-            self._reopens = False
-
-    def _pause(self, error: Exception) -> None:
-        self._reopens = True
-        self.pause.begin(getattr(error, "strerror", None) or str(error))
-
-    def _delete(self, keys: list[bytes]) -> None:
-        if self.store is None or not keys:
-            return
+    def _tried(self, command: Callable[[PageStore], _Found]) -> _Found | None:
+        """Return what a command of the store returns; pause and return None at a fault."""
+        assert self.store is not None
         try:
-            self.store.discard(keys)
-        except StoreError as error:
-            self._pause(error)
+            return command(self.store)
+        except (OSError, StoreError) as error:
+            self.pause.begin(getattr(error, "strerror", None) or str(error))
+            return None
 
 
 def _give_way() -> None:

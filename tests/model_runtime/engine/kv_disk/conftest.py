@@ -2,12 +2,11 @@
 
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk import reader, tier
+from ropewalk.model_runtime.engine.kv_disk import lower_store, reader
 
 
 @pytest.fixture(autouse=True)
 def _reads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier.DiskTier, "_pays", lambda *_: True)
-    monkeypatch.setattr(tier, "_LEAST_S", 1000.0)
-    monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 1000.0)
-    monkeypatch.setattr(reader, "_UNKNOWN_S", 1000.0)
+    monkeypatch.setattr(lower_store.LowerStore, "_pays", lambda *_: True)
+    monkeypatch.setattr(lower_store, "_LEAST_S", 1000.0)
+    monkeypatch.setattr(reader, "_PAGE_S", 1000.0)

@@ -1,4 +1,4 @@
-"""Engines with a tier on disk, for its tests."""
+"""Engines with pages on disk, for its tests."""
 
 import threading
 import time
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderStore
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
@@ -27,10 +27,10 @@ NUM_PAGES = 12
 
 
 class Disk(Observer):
-    """An observer that adds up what the tier reports."""
+    """An observer that adds up what the lower store reports."""
 
     def __init__(self) -> None:
-        self.sum = TierCounts()
+        self.sum = StoreCounts()
         self.gauges = (0, 0, 0)  # running, waiting, pages in use, of the last step
         self.num_steps = 0
 
@@ -41,7 +41,7 @@ class Disk(Observer):
         self.gauges = num_running, num_waiting, num_used_pages
         self.num_steps += 1
 
-    def tiered(self, counts: TierCounts) -> None:
+    def tiered(self, counts: StoreCounts) -> None:
         """Add a report."""
         self.sum.pages += counts.pages
         self.sum.bad_files += counts.bad_files
@@ -84,10 +84,10 @@ class Server:
         elif place is not None:
             limits = {"kv_disk": place, "kv_disk_gib": 1.0, **config}
         self.engine: Engine = engines.over(checkpoint, observer=self.disk, **limits)
-        tier = self.engine._core._tier
-        assert tier is not None
-        self.tier = tier
-        wait_until(lambda: tier._writer.store is not None or tier._writer.is_off)
+        lower = self.engine._core._tier
+        assert lower is not None
+        self.lower = lower
+        wait_until(lambda: lower._writer.store is not None or lower._writer.is_off)
 
     def ask(self, request: Request) -> tuple[Result, int]:
         """Serve a request; return its result, and the prompt tokens that it found."""
@@ -129,9 +129,9 @@ class Waiting:
 
 def written(server: Server) -> None:
     """Wait until all that was noted has gone through the writer's queue."""
-    wait_until(lambda: not server.tier._noted)
-    server.tier._writer.delete([])
-    wait_until(server.tier._writer._queue.empty)
+    wait_until(lambda: not server.lower._noted)
+    server.lower._writer.delete([])
+    wait_until(server.lower._writer._queue.empty)
 
 
 class HeldReads:
@@ -140,15 +140,15 @@ class HeldReads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, key: bytes | None = None) -> None:
         self.go_on = threading.Event()
         self.began: list[bytes] = []
-        read = PageFolder.read
+        read = FolderStore.get
 
-        def held(folder: PageFolder, of: bytes, into: memoryview) -> bool:
+        def held(folder: FolderStore, of: bytes, into: memoryview) -> bool:
             if key is None or of == key:
                 self.began.append(of)
                 self.go_on.wait(60)
             return read(folder, of, into)
 
-        monkeypatch.setattr(PageFolder, "read", held)
+        monkeypatch.setattr(FolderStore, "get", held)
 
 
 def files(folder: Path) -> list[Path]:

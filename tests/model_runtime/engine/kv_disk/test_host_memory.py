@@ -2,7 +2,6 @@
 
 import random
 import secrets
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk import build
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause, TierCounts
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause, StoreCounts
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderStore
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import BadPageError, PageFormat
 from ropewalk.model_runtime.engine.kv_disk.offload import device_pages
 from ropewalk.model_runtime.engine.kv_disk.offload.host_memory import HostMemory
@@ -49,8 +48,8 @@ def asked(checkpoint: Checkpoint, number: int = 0) -> Request:
     return request(deployment_of(checkpoint), prompt, max_tokens=4, logprobs=2)
 
 
-def told_by_stats(counts: TierCounts) -> dict[str, Any]:
-    """The answer of /stats of a server whose tier has reported these counts."""
+def told_by_stats(counts: StoreCounts) -> dict[str, Any]:
+    """The answer of /stats of a server whose lower store has reported these counts."""
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, kv_offload_gib=GIB)
     metrics = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
     metrics.tiered(counts)
@@ -71,7 +70,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits(
     expected = [answer(engines.over(checkpoint), asked(checkpoint, each))[0] for each in range(3)]
     stream = late_copies.use(monkeypatch, is_held=is_held)
     server = Server(engines, checkpoint, None, kv_offload_gib=GIB, kv_cache_tokens=16 * 16)
-    memory = server.tier._writer.store
+    memory = server.lower._writer.store
     assert isinstance(memory, HostMemory)
     for at in range(9):
         num_evicted = min(max(at - 1, 0), 3)  # prompts; the last one's copies may not have run
@@ -87,7 +86,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits(
     assert found.num_tokens_read == 16 * server.pages["read"]
     assert found.memory["read"] >= 6 * NUM_PAGES
     assert stream.num_waits >= NUM_PAGES
-    assert found.num_memory_bytes == 3 * NUM_PAGES * server.tier._memory.num_bytes
+    assert found.num_memory_bytes == 3 * NUM_PAGES * server.lower._memory.num_bytes
     assert told_by_stats(found)["kv_offload"] == {
         "bytes": found.num_memory_bytes,
         "pages_read": found.memory["read"],
@@ -111,7 +110,7 @@ def test_answers_under_load_have_the_same_bits(
     limits = {"kv_cache_tokens": 24 * 16, "max_model_len": 24 * 16}
     page_bytes = Server(
         engines, checkpoint, None, kv_offload_gib=GIB, **limits
-    ).tier._memory.num_bytes
+    ).lower._memory.num_bytes
     small = Server(engines, checkpoint, None, kv_offload_gib=20.5 * page_bytes / 2**30, **limits)
     found = []
     for at in range(0, len(asks), 4):
@@ -141,9 +140,9 @@ def test_memory_comes_before_the_folder_and_is_filled_from_it(
     assert len(names) == NUM_PAGES
     server = Server(engines, checkpoint, folder, **limits)
     reads: list[bytes] = []
-    read = PageFolder.read
+    read = FolderStore.get
     monkeypatch.setattr(
-        PageFolder, "read", lambda of, key, into: reads.append(key) or read(of, key, into)
+        FolderStore, "get", lambda of, key, into: reads.append(key) or read(of, key, into)
     )
     for _ in range(2):
         assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
@@ -165,8 +164,12 @@ def memory_of(num_pages: int, below: Any = None) -> HostMemory:
     return HostMemory(FORM, most_bytes, Counting(), below, Pause("reads"))
 
 
+def below_of(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path / "kv", FORM, 1 << 20, Counting())
+
+
 def held(memory: HostMemory, keys: range) -> list[int]:
-    return [number for number in keys if memory.has(key_of(number))]
+    return [number for number in keys if key_of(number) in memory._held]
 
 
 def test_the_pages_not_used_for_longest_go_and_the_last_of_a_prefix_first() -> None:
@@ -174,72 +177,69 @@ def test_the_pages_not_used_for_longest_go_and_the_last_of_a_prefix_first() -> N
     memory = memory_of(4)
     page = memoryview(bytes(NUM_BYTES))
     for depth in range(4):
-        memory.write(key_of(depth), page, depth)
-    memory.write(key_of(10), page, 0)
+        memory.put(key_of(depth), page, depth)
+    memory.put(key_of(10), page, 0)
     assert held(memory, range(11)) == [0, 1, 2, 10]
-    memory.write(key_of(11), page, 0)
+    memory.put(key_of(11), page, 0)
     assert held(memory, range(12)) == [0, 1, 10, 11]
     memory.touch([(key_of(1), 0)])
-    assert memory.read(key_of(0), memoryview(bytearray(NUM_BYTES)))
-    memory.write(key_of(12), page, 0)
+    assert memory.get(key_of(0), memoryview(bytearray(NUM_BYTES)))
+    memory.put(key_of(12), page, 0)
     assert held(memory, range(13)) == [0, 1, 11, 12]
 
 
 def test_memory_is_bounded_however_often_pages_are_used() -> None:
-    """So is what it keeps about their use."""
     memory = memory_of(8)
     draw = random.Random(1)
     contents = {number: secrets.token_bytes(NUM_BYTES) for number in range(20)}
     into = bytearray(NUM_BYTES)
     for _ in range(3000):
         number = draw.randrange(20)
-        if memory.read(key_of(number), memoryview(into)):
+        if memory.get(key_of(number), memoryview(into)):
             assert bytes(into) == contents[number]
         else:
-            memory.write(key_of(number), memoryview(contents[number]), number % 5)
+            memory.put(key_of(number), memoryview(contents[number]), number % 5)
         assert len(memory._held) <= 8
-        assert len(memory._by_use) <= 65
     counts = memory._counting.take(is_paused=False)
     assert counts is not None
     assert counts.num_memory_bytes == 8 * NUM_BYTES
-    memory.discard([key_of(each) for each in range(20)])
+    memory.evict([key_of(each) for each in range(20)])
     assert held(memory, range(20)) == []
 
 
 def test_a_page_is_written_below_unless_it_is_there(tmp_path: Path) -> None:
     """A deletion is for both."""
-    folder = PageFolder(tmp_path / "kv", FORM)
+    folder = below_of(tmp_path)
     memory, other = memory_of(2, folder), memory_of(2, folder)
     content = np.arange(NUM_BYTES, dtype=np.uint8)
-    memory.write(key_of(1), content.data, 0)
-    assert folder.has(key_of(1))
-    assert not other.has(key_of(1))  # it is to be kept in memory, too
+    memory.put(key_of(1), content.data, 0)
     into = bytearray(NUM_BYTES)
-    assert other.read(key_of(1), memoryview(into))
+    assert folder.get(key_of(1), memoryview(into))
+    assert other.get(key_of(1), memoryview(into))
     assert bytes(into) == content.tobytes()
-    assert other.has(key_of(1))
-    other.discard([key_of(1)])
-    assert not folder.has(key_of(1))
-    assert not other.read(key_of(1), memoryview(into))
+    assert held(other, range(2)) == [1]
+    other.evict([key_of(1)])
+    assert not folder.get(key_of(1), memoryview(into))
+    assert not other.get(key_of(1), memoryview(into))
 
 
 def test_the_depth_of_a_page_from_below_is_that_of_its_next_write(tmp_path: Path) -> None:
     """A read does not know it, and does not forget it."""
-    folder = PageFolder(tmp_path / "kv", FORM)
+    folder = below_of(tmp_path)
     memory, page = memory_of(2, folder), memoryview(bytes(NUM_BYTES))
-    folder.write(key_of(1), page, 9)
-    assert memory.read(key_of(1), memoryview(bytearray(NUM_BYTES)))
-    assert not memory.write(key_of(1), page, 9)  # below it is there
+    folder.put(key_of(1), page, 9)
+    assert memory.get(key_of(1), memoryview(bytearray(NUM_BYTES)))
+    assert not memory.put(key_of(1), page, 9)  # below it is there
     memory._keep(key_of(1), page, None)
     assert memory._held[key_of(1)].depth == 9
 
 
-class Unreachable(PageFolder):
+class Unreachable(FolderStore):
     """A place whose reads fail, and are counted."""
 
     num_asked = 0
 
-    def read(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> bool:
         """Fail as a store that is gone."""
         self.num_asked += 1
         raise BadPageError("unreachable") from OSError("gone")
@@ -247,14 +247,18 @@ class Unreachable(PageFolder):
 
 def test_memory_is_read_while_the_place_behind_it_pauses(tmp_path: Path) -> None:
     """That is asked once; then what memory lacks is absent."""
-    below, counting, pause = Unreachable(tmp_path / "kv", FORM), Counting(), Pause("reads")
+    below, counting, pause = (
+        Unreachable(tmp_path / "kv", FORM, 1 << 20, Counting()),
+        Counting(),
+        Pause("reads"),
+    )
     memory = HostMemory(FORM, 8 * NUM_BYTES, counting, below, pause)
-    memory.write(key_of(1), memoryview(bytes(NUM_BYTES)), 0)
+    memory.put(key_of(1), memoryview(bytes(NUM_BYTES)), 0)
     reader = Reader(Buffers(NUM_BYTES, 4), counting, lambda _: None, pause)
     found = []
     for _ in range(3):
         for key in (key_of(2), key_of(1)):
-            assert reader.is_usable(time.monotonic())
+            assert reader.is_usable(0.0)
             fetch = Fetch([key], 0, wanted_pages([key], 0, (None,), 64, set()), 0.0, [], [])
             reader._read(memory, fetch)
             found.append(len(fetch.arrived))

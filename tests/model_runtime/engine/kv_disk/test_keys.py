@@ -108,7 +108,6 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path) -> 
     model.write_bytes(b"123")
     content = noted(model).content(known)
     kept = known / "weights.json"
-    assert kept.stat().st_mode & 0o777 == 0o600
     kept.write_text(kept.read_text().replace(json.loads(kept.read_text()).popitem()[1], "0" * 64))
     assert noted(model).content(known) != content  # it was not read again
     kept.write_text("[" * 50_000)

@@ -9,7 +9,7 @@ import structlog
 
 from ropewalk.model_runtime.engine.kv_disk import build
 from ropewalk.model_runtime.engine.kv_disk.counts import Pause
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderStore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
@@ -31,13 +31,13 @@ def test_a_disk_slower_than_the_prompts_drops_what_is_evicted_first(
     engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache holds one prompt, and the memory of the writer four pages."""
-    go_on, write = threading.Event(), PageFolder.write
+    go_on, write = threading.Event(), FolderStore.put
 
     def held(*arguments: Any) -> bool:
         go_on.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(PageFolder, "write", held)
+    monkeypatch.setattr(FolderStore, "put", held)
     monkeypatch.setattr(build, "WRITE_BYTES", 1)
     prompts = [[100 + number, *PROMPT[1:]] for number in range(3)]
     asks = [request(deployment_of(checkpoint), each, max_tokens=4) for each in prompts]
@@ -61,7 +61,7 @@ def test_pages_of_the_last_minute_are_deleted_with_the_prefix_cache(
     server.ask(request(deployment_of(checkpoint), PROMPT, max_tokens=4))
     written(server)
     assert len(files(folder)) == NUM_PAGES
-    recent = server.tier._recent
+    recent = server.lower._recent
     aged = [(at - age_s, key) for at, key in recent]
     core = server.engine._core
 

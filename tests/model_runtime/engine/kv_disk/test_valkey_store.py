@@ -1,7 +1,6 @@
 """A real store on the network: the same bits and the same promises as with a folder."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,8 @@ import structlog
 from valkey import Valkey
 
 from ropewalk.model_runtime.engine.kv_disk import identity, reader
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder, own_name
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.files.folder import FolderStore
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
 from ropewalk.model_runtime.engine.kv_disk.stores.store_url import parse_store_url
 from ropewalk.model_runtime.engine.kv_disk.stores.valkey_store import ValkeyStore
@@ -69,27 +69,26 @@ def test_key_and_value_are_those_of_the_folder(
     """The file's bytes under `ropewalk:v1:<identity>:<key>`."""
     form = PageFormat(bytes(range(32)), 64, 3, "int4", keys_by_token=False, num_bytes=5000)
     key, page = bytes(range(100, 132)), np.arange(5000, dtype=np.uint32).astype(np.uint8)
-    folder = PageFolder(tmp_path / "kv", form)
+    folder = FolderStore(tmp_path / "kv", form, 1 << 30, Counting())
     networked = ValkeyStore(parse_store_url(store.url), form)
     for each in (folder, networked):
-        each.write(key, page.data, 0)
+        assert each.put(key, page.data, 0)
+        assert not each.put(key, page.data, 0)
     (file,) = folder.path.glob("v1/*/*/*")
     (name,) = client.keys()
     assert name.decode() == f"ropewalk:v1:{file.parent.parent.name}:{file.name}"
     assert client.get(name) == file.read_bytes()
     into = np.zeros(5000, np.uint8)
-    assert networked.has(key)
-    assert networked.read(key, into.data)
+    assert networked.get(key, into.data)
     assert np.array_equal(into, page)
     networked.touch([(key, 3)])
-    room = networked.look()
-    assert room.num_bytes > 5000
-    assert ValkeyStore(parse_store_url(store.url), form).look().name == room.name
+    found = networked.look()
+    assert found.num_bytes > 5000
+    assert ValkeyStore(parse_store_url(store.url), form).look().name == found.name
     client.delete("ropewalk:v1:name")  # as an eviction does
-    assert networked.look().name == room.name
-    networked.discard([key, bytes(32)])
-    assert not networked.has(key)
-    assert not networked.read(key, into.data)
+    assert networked.look().name == found.name
+    networked.evict([key, bytes(32)])
+    assert not networked.get(key, into.data)
 
 
 def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
@@ -178,39 +177,6 @@ def test_a_wrong_value_is_a_miss_and_replaced(
     assert client.get(name) == whole
 
 
-@pytest.mark.parametrize("given", [b"", b"short", b"longer than sixteen bytes"])
-def test_a_damaged_name_of_a_place_is_made_anew(
-    store: RunningStore, client: Any, tmp_path: Path, given: bytes
-) -> None:
-    """In a store and in a folder."""
-    form = PageFormat(bytes(32), 64, 3, "int4", keys_by_token=False, num_bytes=5000)
-    url = parse_store_url(store.url)
-    client.set("ropewalk:v1:name", given)
-    rooms = [ValkeyStore(url, form).look() for _ in range(2)]
-    names = {each.name for each in rooms}
-    assert [each.num_foreign for each in rooms] == [int(given != b""), 0]
-    (tmp_path / ".place").write_bytes(given[:8])
-    root = os.open(tmp_path, os.O_RDONLY)
-    names |= {own_name(root) for _ in range(2)}
-    os.close(root)
-    assert sorted(map(len, names)) == [32, 32]
-
-
-def test_a_name_of_another_type_is_replaced_and_counted_and_writes_go_on(
-    engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore, client: Any
-) -> None:
-    """It is a list, to which the commands of a name are errors."""
-    client.rpush("ropewalk:v1:name", "a", "b")
-    with structlog.testing.capture_logs() as logs:
-        server = Server(engines, checkpoint, store.url)
-        server.ask(asked(checkpoint))
-        server.stop()
-    assert pauses(logs) == []
-    assert server.disk.sum.bad_files == {"foreign": 1}
-    assert server.pages == {"written": NUM_PAGES}
-    assert client.type("ropewalk:v1:name") == b"string"
-
-
 def test_a_store_that_dies_pauses_and_is_used_again_when_it_is_back(
     engines: EngineFactory, checkpoint: Checkpoint, store: RunningStore
 ) -> None:
@@ -224,7 +190,7 @@ def test_a_store_that_dies_pauses_and_is_used_again_when_it_is_back(
         server.ask(asked(checkpoint, 1))
         written(server)
         assert len(pauses(logs)) == 2
-        for each in (server.tier._reader, server.tier._writer):
+        for each in (server.lower._reader, server.lower._writer):
             each.pause._until = 0.0
         server.ask(asked(checkpoint, 2))
         written(server)
@@ -275,12 +241,11 @@ def test_a_store_that_hangs_delays_nobody_else_and_its_request_for_a_while(
     server = Server(engines, checkpoint, store.url)
     with store.held():
         waiting = server.submit(asked(checkpoint))
-        wait_until(lambda: any(server.tier._reader._read_now))
+        wait_until(lambda: any(server.lower._reader._read_now))
         short = request(deployment_of(checkpoint), [7, 8, 9], max_tokens=3)
         server.engine.generate([short])  # its prompt fills no page
         assert not waiting.outputs
-        monkeypatch.setattr(reader, "_UNKNOWN_S", 0.0)
-        monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 0.0)
+        monkeypatch.setattr(reader, "_PAGE_S", 0.0)
         assert waiting.result() == (expected, 0)
         server.ask(asked(checkpoint, 1))
     server.stop()
@@ -348,8 +313,8 @@ def test_a_user_with_the_documented_rights_suffices(
             server = Server(engines, checkpoint, url)
             assert server.ask(asked(checkpoint))[1] == num_cached
             server.stop()
-    server.tier._writer.store.discard([bytes(32)])  # type: ignore[union-attr]
-    server.tier._writer.store.touch([(bytes(32), 0)])  # type: ignore[union-attr]
+    server.lower._writer.store.evict([bytes(32)])  # type: ignore[union-attr]
+    server.lower._writer.store.touch([(bytes(32), 0)])  # type: ignore[union-attr]
     assert pauses(logs) == []
 
 

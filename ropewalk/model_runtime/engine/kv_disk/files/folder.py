@@ -5,204 +5,112 @@ temporary name and renamed, so a name is there with a whole file or not at all. 
 machine a file may be short or zero, which its checksum tells. So nothing waits for the disk.
 
 Folders have the mode 0700 and files 0600, because unrotated keys of the first layer are the prompt.
-No link below the folder is followed.
 """
 
-import errno
 import os
-import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import PAGES, SMALLEST_CAP, sweep
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import (
     BadPageError,
     PageFormat,
     read_page,
     write_page,
 )
-from ropewalk.model_runtime.engine.kv_disk.page_store import StoreError
+from ropewalk.model_runtime.engine.kv_disk.page_store import Look, StoreError
 
-PAGES = "v1"  # the folder of all pages, by the version of the layout
-IDENTITY_DIGITS = 32
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A FIFO in place of a file must not wait for its other end.
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_PAGE_NAME = re.compile("[0-9a-f]{64}")
 _NAME = ".place"  # of the folder itself
 _NAME_BYTES = 16
-_PART_NAME = re.compile(r"\.[0-9a-f]{16}")
 
 
 class FolderError(StoreError):
     """A folder that cannot hold pages; the message is the end of a sentence about it."""
 
 
-def open_root(path: Path, *, create: bool) -> int:
-    """Return a descriptor of the folder, made with the mode 0700 if it is absent.
-
-    Raises FolderError if it is no private folder of this user, or cannot be made.
-    """
+def check_folder(path: Path, *, create: bool) -> None:
+    """Raise FolderError if a folder is not private, or not there; `create`: make it, if absent."""
     try:
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-        root = os.open(path, _FOLDER_FLAGS)
+            path.mkdir(mode=0o700, exist_ok=True)
+        mode = path.stat().st_mode
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-            raise FolderError(f"must be a folder and no link, got {path}") from error
         raise FolderError(f"cannot use {path}: {error.strerror}") from error
-    facts = os.fstat(root)
-    mode = stat.S_IMODE(facts.st_mode)
-    problem = None
-    if facts.st_uid != os.geteuid():
-        problem = f"must belong to the user of the server ({os.geteuid()}), and {path} is of user "
-        problem += str(facts.st_uid)
-    elif mode & 0o077:
-        problem = f"must have the mode 0700, because pages tell prompts, and {path} has {mode:04o}"
-    if problem is not None:
-        os.close(root)
-        raise FolderError(problem)
-    return root
+    if not stat.S_ISDIR(mode):
+        raise FolderError(f"must be a folder, got {path}")
+    if mode & 0o077:
+        told = f"{path} has {stat.S_IMODE(mode):04o}"
+        raise FolderError(f"must have the mode 0700, because pages tell prompts, and {told}")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise FolderError(f"cannot use {path}: it is another user's")
 
 
-def own_name(root: int) -> str:
-    """Return the name of an open folder, which is made at random at first. Raises OSError.
+class FolderStore:
+    """The pages of one cache in a folder, within its size. Any thread may call any method."""
 
-    Two that make it at once may differ until they ask again.
-    """
-    with suppress(FileNotFoundError):
-        name = _read_name(root)
-        if len(name) == 2 * _NAME_BYTES:  # a crash may leave it short or empty
-            return name
-    part = f"{_NAME}.{secrets.token_hex(8)}"
-    file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=root)
-    try:
-        os.write(file, secrets.token_bytes(_NAME_BYTES))
-    finally:
-        os.close(file)
-    os.rename(part, _NAME, src_dir_fd=root, dst_dir_fd=root)
-    return _read_name(root)
-
-
-def _read_name(root: int) -> str:
-    file = os.open(_NAME, _READ_FLAGS, dir_fd=root)
-    try:
-        return os.read(file, _NAME_BYTES).hex()
-    finally:
-        os.close(file)
-
-
-@dataclass(frozen=True, slots=True)
-class PageEntry:
-    """One file of the folder."""
-
-    path: str  # below the folder
-    num_bytes: int
-    used_s: float  # when it was last written or read, in seconds since 1970; within the hour
-    is_part: bool  # a write that has not ended, or never will
-
-
-def entries(root: int) -> Iterator[PageEntry]:
-    """Yield all files of pages below an open folder; files of other names are left alone.
-
-    Files and folders that go away meanwhile are left out. Raises OSError for a folder that cannot
-    be listed.
-    """
-
-    def unless_gone(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise error
-
-    with suppress(FileNotFoundError):
-        for folder, _, names, place in os.fwalk(PAGES, onerror=unless_gone, dir_fd=root):
-            for name in names:
-                is_part = _PART_NAME.fullmatch(name) is not None
-                if not is_part and _PAGE_NAME.fullmatch(name) is None:
-                    continue
-                with suppress(OSError):
-                    facts = os.stat(name, dir_fd=place, follow_symlinks=False)
-                    yield PageEntry(f"{folder}/{name}", facts.st_size, facts.st_mtime, is_part)
-
-
-class PageFolder:
-    """The pages of one cache in a folder. Every method may be called by any thread."""
-
-    def __init__(self, path: Path, form: PageFormat) -> None:
-        """Open the folder. Raises FolderError or OSError."""
+    def __init__(self, path: Path, form: PageFormat, cap_bytes: int, counting: Counting) -> None:
+        """Open the folder. Raises FolderError."""
+        check_folder(path, create=True)
         self.path = path
         self.form = form
-        self._shelves = f"{PAGES}/{form.identity.hex()[:IDENTITY_DIGITS]}"
-        self.root = open_root(path, create=True)
-        self._make_shelves()
+        self._cap_bytes = cap_bytes
+        self._counting = counting
+        self._pages = path / PAGES / form.name
+        self._left_bytes = 0  # that may be written before the next sweep
 
-    def close(self) -> None:
-        os.close(self.root)
-
-    def reopen(self) -> None:
-        """Open the folder again, if it is there. Raises FolderError or OSError."""
-        # The descriptor keeps its number, because another thread may use it.
-        root = open_root(self.path, create=False)
-        try:
-            os.dup2(root, self.root, inheritable=False)
-        finally:
-            os.close(root)
-        self._make_shelves()
-
-    def has(self, key: bytes) -> bool:
-        """Return whether a file has this key, whatever its content."""
-        try:
-            os.stat(self._path(key), dir_fd=self.root, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
-
-    def read(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> bool:
         """Read a page; return False if there is none. Raises BadPageError."""
         try:
-            with self._shelf(key) as shelf:
-                file = os.open(key.hex(), _READ_FLAGS, dir_fd=shelf)
-                try:
-                    read_page(file, self.form, key, into)
-                finally:
-                    os.close(file)
+            with self._file(key).open("rb") as file:
+                read_page(file, self.form, key, into)
         except FileNotFoundError:
             return False
-        except OSError as error:
-            # A link is no page. Other errors are of the machine, and the file may be good.
-            is_link = error.errno == errno.ELOOP
-            raise BadPageError("foreign" if is_link else "unreadable") from error
+        except OSError as error:  # of the machine; the file may be good
+            raise BadPageError("unreadable") from error
         return True
 
-    def write(self, key: bytes, page: memoryview, depth: int = 0) -> bool:
-        """Write a page under its key; `depth` pages are before it. Raises OSError."""
-        with self._shelf(key, create=True) as shelf:
-            part = f".{secrets.token_hex(8)}"
-            file = os.open(part, _WRITE_FLAGS, 0o600, dir_fd=shelf)
-            try:
-                try:
-                    write_page(file, self.form, key, page)
-                finally:
-                    os.close(file)
-                os.rename(part, key.hex(), src_dir_fd=shelf, dst_dir_fd=shelf)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(part, dir_fd=shelf)
-                raise
+    def put(self, key: bytes, page: memoryview, depth: int = 0) -> bool:
+        """Write a page; `depth` pages are before it. Raises OSError.
+
+        Returns False if a file has this key, whatever its content, or if another process makes
+        room.
+        """
+        path = self._file(key)
+        if path.exists():
+            return False
+        if self._left_bytes < self.form.file_bytes:
+            self.look()
+        if self._left_bytes < self.form.file_bytes:
+            self._counting.page("dropped")
+            return False
+        for folder in path.parents[2::-1]:  # not the one above: its disk may be unmounted
+            folder.mkdir(mode=0o700, exist_ok=True)
+        part = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            with os.fdopen(
+                os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
+                write_page(file, self.form, key, page)
+            part.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+        self._left_bytes -= self.form.file_bytes
         self.touch([(key, depth)])
         return True
 
-    def discard(self, keys: Sequence[bytes]) -> None:
-        """Delete the files of these keys, or the links in their place, if there are any."""
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Delete the files of these keys, if there are any."""
         for key in keys:
-            with suppress(OSError), self._shelf(key) as shelf:
-                os.unlink(key.hex(), dir_fd=shelf)
+            with suppress(OSError):
+                self._file(key).unlink()
 
     def touch(self, pages: Sequence[tuple[bytes, int]]) -> None:
         """Record that pages, each with its depth, were used now.
@@ -212,35 +120,33 @@ class PageFolder:
         """
         for key, depth in pages:
             used_s = time.time() - depth
-            with suppress(OSError), self._shelf(key) as shelf:
-                os.utime(key.hex(), (used_s, used_s), dir_fd=shelf, follow_symlinks=False)
+            with suppress(OSError):
+                os.utime(self._file(key), (used_s, used_s))
 
-    def _path(self, key: bytes) -> str:
-        return f"{self._shelves}/{key.hex()[:2]}/{key.hex()}"
+    def look(self) -> Look | None:
+        """Sweep. Returns None if another process does. Raises OSError."""
+        swept = sweep(self.path, self._cap_bytes)
+        if swept is None:
+            return None
+        share = max(self._cap_bytes // SMALLEST_CAP, self.form.file_bytes)
+        self._left_bytes = min(share, self._cap_bytes - swept.num_bytes)
+        self._counting.page("evicted", swept.num_evicted)
+        return Look(swept.num_bytes, self._name())
 
-    def _make_shelves(self) -> None:
-        at = ""
-        for name in self._shelves.split("/"):
-            at = f"{at}{name}"
-            with suppress(FileExistsError):
-                os.mkdir(at, 0o700, dir_fd=self.root)
-            at += "/"
+    def _name(self) -> str:
+        """Return the folder's name, which is made at random at first. Raises OSError.
 
-    @contextmanager
-    def _shelf(self, key: bytes, *, create: bool = False) -> Iterator[int]:
-        """Open the folder of a key for the block, by steps that follow no link. Raises OSError."""
-        names = [*self._shelves.split("/"), key.hex()[:2]]
-        place = self.root
-        try:
-            for name in names:
-                if create:
-                    with suppress(FileExistsError):
-                        os.mkdir(name, 0o700, dir_fd=place)
-                inner = os.open(name, _FOLDER_FLAGS, dir_fd=place)
-                if place != self.root:
-                    os.close(place)
-                place = inner
-            yield place
-        finally:
-            if place != self.root:
-                os.close(place)
+        Two that make it at once may differ until they look again.
+        """
+        path = self.path / _NAME
+        with suppress(FileNotFoundError):
+            name = path.read_bytes()
+            if len(name) == _NAME_BYTES:  # a crash may leave it short or empty
+                return name.hex()
+        part = path.with_name(f"{_NAME}.{secrets.token_hex(8)}")
+        part.write_bytes(secrets.token_bytes(_NAME_BYTES))
+        part.replace(path)
+        return path.read_bytes().hex()
+
+    def _file(self, key: bytes) -> Path:
+        return self._pages / key.hex()[:2] / key.hex()

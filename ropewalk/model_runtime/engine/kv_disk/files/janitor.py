@@ -6,20 +6,29 @@ eighth free. So four processes that write at once stay within the cap.
 
 import fcntl
 import os
+import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ropewalk.model_runtime.engine.kv_disk.files.folder import PageFolder, entries, own_name
-from ropewalk.model_runtime.engine.kv_disk.files.page_file import PageFormat
-from ropewalk.model_runtime.engine.kv_disk.page_store import Room
-
+PAGES = "v1"  # the folder of all pages, by the version of the layout
+SMALLEST_CAP = 32  # in pages; a process writes a cap / 32 between two sweeps
+_FREE = 8  # a sweep leaves a cap / 8 free
 _LOCK = ".janitor"
 _PART_S = 600.0  # a temporary file of this age has no writer
-_FREE = 8  # a sweep leaves a cap / 8 free
-_SHARE = 32  # a process writes a cap / 32 between two sweeps
-SMALLEST_CAP = _SHARE  # in pages
+_PAGE_NAME = re.compile("[0-9a-f]{64}")
+_PART_NAME = re.compile(r"\.[0-9a-f]{16}")
+
+
+class PageEntry(NamedTuple):
+    """One file of the folder."""
+
+    path: Path
+    num_bytes: int
+    used_s: float  # when it was last written or read, in seconds since 1970; within the hour
+    is_part: bool  # a write that has not ended, or never will
 
 
 class Swept(NamedTuple):
@@ -31,31 +40,43 @@ class Swept(NamedTuple):
     num_bytes_evicted: int  # of these
 
 
-def allowance(cap_bytes: int, file_bytes: int) -> int:
-    """Return the bytes that a process may write between two sweeps."""
-    return max(cap_bytes // _SHARE, file_bytes)
+def entries(folder: Path) -> Iterator[PageEntry]:
+    """Yield all files of pages of a folder; files of other names are left alone.
+
+    Files and folders that go away meanwhile are left out. Raises OSError for a folder that cannot
+    be listed.
+    """
+
+    def unless_gone(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for shelf, _, names in os.walk(folder / PAGES, onerror=unless_gone):
+        for name in names:
+            is_part = _PART_NAME.fullmatch(name) is not None
+            if is_part or _PAGE_NAME.fullmatch(name) is not None:
+                with suppress(OSError):
+                    path = Path(shelf, name)
+                    facts = path.stat()
+                    yield PageEntry(path, facts.st_size, facts.st_mtime, is_part)
 
 
-def sweep(root: int, cap_bytes: int) -> Swept | None:
+def sweep(folder: Path, cap_bytes: int) -> Swept | None:
     """Delete the oldest pages of a full folder, and what dead writers left.
 
     With a cap of 0 all pages go. Returns None if another process sweeps now. Raises OSError if the
     lock cannot be had, a folder cannot be listed, or a file cannot be deleted.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock = os.open(_LOCK, flags, 0o600, dir_fd=root)
-    try:
+    with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        return _swept(root, cap_bytes - cap_bytes // _FREE)
-    finally:
-        os.close(lock)
+        return _swept(folder, cap_bytes - cap_bytes // _FREE)
 
 
-def _swept(root: int, most_bytes: int) -> Swept:
-    found = sorted(entries(root), key=lambda each: each.used_s)
+def _swept(folder: Path, most_bytes: int) -> Swept:
+    found = sorted(entries(folder), key=lambda each: each.used_s)
     total, num_pages, num_evicted = sum(each.num_bytes for each in found), 0, 0
     num_bytes_evicted = 0
     stale_s = time.time() - _PART_S
@@ -64,8 +85,7 @@ def _swept(root: int, most_bytes: int) -> Swept:
         # A crash may leave an empty file of a page.
         is_over = total > most_bytes or (most_bytes == 0 and not each.num_bytes)
         if is_stale or (is_over and not each.is_part):
-            with suppress(FileNotFoundError):  # another process has deleted it
-                os.unlink(each.path, dir_fd=root)
+            each.path.unlink(missing_ok=True)  # another process may have deleted it
             total -= each.num_bytes
             if not each.is_part:
                 num_evicted += 1
@@ -73,21 +93,3 @@ def _swept(root: int, most_bytes: int) -> Swept:
         else:
             num_pages += not each.is_part
     return Swept(total, num_pages, num_evicted, num_bytes_evicted)
-
-
-class FolderStore(PageFolder):
-    """A folder of page files, and its janitor."""
-
-    def __init__(self, path: Path, form: PageFormat, cap_bytes: int) -> None:
-        """Open the folder. Raises FolderError or OSError."""
-        super().__init__(path, form)
-        self._cap_bytes = cap_bytes
-
-    def look(self) -> Room | None:
-        """Sweep. Returns None if another process does. Raises OSError."""
-        swept = sweep(self.root, self._cap_bytes)
-        if swept is None:
-            return None
-        free = self._cap_bytes - swept.num_bytes
-        left = min(allowance(self._cap_bytes, self.form.file_bytes), free)
-        return Room(left, swept.num_bytes, swept.num_evicted, own_name(self.root))

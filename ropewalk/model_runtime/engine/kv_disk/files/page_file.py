@@ -10,12 +10,11 @@ number format, bytes of the page, crc32 of the page, crc32 of the header before 
 """
 
 import os
-import stat
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from io import BufferedReader
+from typing import BinaryIO, Literal
 
 VERSION = 1
 HEADER_BYTES = 128
@@ -52,6 +51,11 @@ class PageFormat:
     num_bytes: int  # of a page, without the header
 
     @property
+    def name(self) -> str:
+        """Return the identity as paths, keys of a store and the log have it."""
+        return self.identity.hex()[:32]
+
+    @property
     def file_bytes(self) -> int:
         return HEADER_BYTES + self.num_bytes
 
@@ -73,29 +77,22 @@ class PageFormat:
         return (fields + _SUM.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
 
 
-def write_page(file: int, form: PageFormat, key: bytes, page: memoryview) -> None:
+def write_page(file: BinaryIO, form: PageFormat, key: bytes, page: memoryview) -> None:
     """Write a page, a view of bytes, to an open, empty file. Raises OSError."""
-    parts = [memoryview(form.header(key, zlib.crc32(page))), page]
-    while parts:
-        written = os.writev(file, parts)
-        while parts and written >= len(parts[0]):
-            written -= len(parts.pop(0))
-        if parts:
-            parts[0] = parts[0][written:]
+    file.write(form.header(key, zlib.crc32(page)))
+    file.write(page)
 
 
-def read_page(file: int, form: PageFormat, key: bytes, into: memoryview) -> None:
+def read_page(file: BufferedReader, form: PageFormat, key: bytes, into: memoryview) -> None:
     """Read a page from an open file into a view of bytes. Raises BadPageError, or OSError.
 
     The content of `into` is undefined after an error.
     """
-    facts = os.fstat(file)
-    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-        raise BadPageError("foreign")
-    _check_size(facts.st_size, form)
-    header = bytearray(HEADER_BYTES)
-    _read_all(file, [memoryview(header), into])
-    _check(bytes(header), form, key, into)
+    _check_size(os.fstat(file.fileno()).st_size, form)
+    header = file.read(HEADER_BYTES)
+    if file.readinto(into) < form.num_bytes:  # it was cut after its size was read
+        raise BadPageError("truncated")
+    _check(header, form, key, into)
 
 
 def page_content(form: PageFormat, key: bytes, page: memoryview) -> bytes:
@@ -125,15 +122,3 @@ def _check(header: bytes, form: PageFormat, key: bytes, page: memoryview) -> Non
         raise BadPageError("foreign")
     if zlib.crc32(page) != checksum:
         raise BadPageError("checksum")
-
-
-def _read_all(file: int, parts: Sequence[memoryview]) -> None:
-    at = 0
-    for part in parts:
-        rest = part
-        while rest:
-            num = os.preadv(file, [rest], at)
-            if num == 0:  # it was cut after its size was read
-                raise BadPageError("truncated")
-            at += num
-            rest = rest[num:]

@@ -8,7 +8,6 @@ The package `valkey` is imported here only.
 """
 
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,18 +15,18 @@ from typing import Any
 from valkey import Valkey
 from valkey.exceptions import ResponseError
 
-from ropewalk.model_runtime.engine.kv_disk.files.folder import IDENTITY_DIGITS, PAGES
+from ropewalk.model_runtime.engine.kv_disk.files.janitor import PAGES
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import (
     BadPageError,
     PageFormat,
     page_content,
     take_page,
 )
-from ropewalk.model_runtime.engine.kv_disk.page_store import Room, StoreError
+from ropewalk.model_runtime.engine.kv_disk.page_store import Look, StoreError
 from ropewalk.model_runtime.engine.kv_disk.stores.store_url import StoreUrl
 
 _CONNECT_S = 2.0
-_ANSWER_S = 5.0  # until the next bytes; the tier gives a request up long before
+_ANSWER_S = 5.0  # until the next bytes; a request is given up long before
 _OTHER_TYPE = "WRONGTYPE"
 _NAME = f"ropewalk:{PAGES}:name"  # of the store itself
 _NAME_BYTES = 16
@@ -42,7 +41,7 @@ class ValkeyStore:
         self.form = form
         self._password = url.password
         self._own_name = secrets.token_bytes(_NAME_BYTES)
-        self._prefix = f"ropewalk:{PAGES}:{form.identity.hex()[:IDENTITY_DIGITS]}:"
+        self._prefix = f"ropewalk:{PAGES}:{form.name}:"
         tls: dict[str, Any] = {}
         if url.is_tls:
             ca_file = None if url.ca_file is None else str(url.ca_file)
@@ -58,15 +57,7 @@ class ValkeyStore:
             **tls,
         )
 
-    def has(self, key: bytes) -> bool:
-        """Return whether a value of the right size has this key. Raises StoreError."""
-        try:
-            num_bytes: int = self._asked(lambda: self._client.strlen(self._name(key)))
-        except _OtherTypeError:
-            return False
-        return num_bytes == self.form.file_bytes
-
-    def read(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> bool:
         """Read a page; return False if there is none. Raises BadPageError.
 
         One byte more than a page has is asked for. So a foreign value is found, whatever its size.
@@ -85,13 +76,17 @@ class ValkeyStore:
         take_page(memoryview(content), self.form, key, into)
         return True
 
-    def write(self, key: bytes, page: memoryview, depth: int) -> bool:  # noqa: ARG002  # a store's own order
-        """Write a page. Raises StoreError."""
+    def put(self, key: bytes, page: memoryview, depth: int) -> bool:  # noqa: ARG002  # a store's own order
+        """Write a page, unless a value of its size is there. Raises StoreError."""
+        name = self._name(key)
+        with suppress(_OtherTypeError):
+            if self._asked(lambda: self._client.strlen(name)) == self.form.file_bytes:
+                return False
         content = page_content(self.form, key, page)
-        self._asked(lambda: self._client.set(self._name(key), content))
+        self._asked(lambda: self._client.set(name, content))
         return True
 
-    def discard(self, keys: Sequence[bytes]) -> None:
+    def evict(self, keys: Sequence[bytes]) -> None:
         """Delete the values of these keys. Raises StoreError."""
         names = [self._name(key) for key in keys]
         if names:
@@ -103,31 +98,19 @@ class ValkeyStore:
         if names:
             self._asked(lambda: self._client.touch(*names))
 
-    def look(self) -> Room:
+    def look(self) -> Look:
         """Return the memory that the store uses, for whomever. Raises StoreError."""
         num_bytes = self._asked(self._used_bytes)
-        is_foreign = self._agree_on_name()
-        return Room(sys.maxsize, num_bytes, 0, self._own_name.hex(), int(is_foreign))
-
-    def reopen(self) -> None:
-        """Do nothing: the next command connects."""
+        # The store may have deleted its name, so those who know it set it again.
+        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
+        found: Any = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES))
+        if isinstance(found, bytes) and len(found) == _NAME_BYTES:
+            self._own_name = found
+        return Look(num_bytes, self._own_name.hex())
 
     def _used_bytes(self) -> int:
         memory: Any = self._client.info("memory")
         return int(memory["used_memory"])
-
-    def _agree_on_name(self) -> bool:
-        """Learn the store's name, or give it one; return whether a foreign value was replaced."""
-        # The store may have deleted it, so those who know it set it again.
-        self._asked(lambda: self._client.set(_NAME, self._own_name, nx=True))
-        found: Any = None
-        with suppress(_OtherTypeError):
-            found = self._asked(lambda: self._client.getrange(_NAME, 0, _NAME_BYTES))
-        if isinstance(found, bytes) and len(found) == _NAME_BYTES:
-            self._own_name = found
-            return False
-        self._asked(lambda: self._client.set(_NAME, self._own_name))
-        return bool(found != b"")  # else it was deleted meanwhile
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()

@@ -1,4 +1,4 @@
-"""The tier as the engine's thread uses it: which pages are copied, awaited and published.
+"""The lower store as the engine's thread uses it: which pages are copied, awaited and published.
 
 Pages are written behind. A published page is noted, and copied in a later step if it is still
 cached. A step copies a few megabytes at most while requests run. If the writer's memory is full,
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ropewalk.model_runtime.engine.kv_disk.buffers import Bytes, Done, PageCopies
-from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, StoreCounts
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, group_key, group_of
@@ -41,8 +41,8 @@ _LEAST_S = 0.25  # and in any case
 _POLL_S = 0.05  # how often deadlines are looked at while nothing runs
 
 
-class DiskTier:
-    """A tier of pages in files. All methods are for the engine's thread."""
+class LowerStore:
+    """Pages below the cache, in one store or two. All methods are for the engine's thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class DiskTier:
         self._reader.start(wake)
 
     def serve(self, pages: SequencePages) -> None:
-        """Be the tier of the owner of the cache's pages, without threads."""
+        """Serve the owner of the cache's pages, without threads."""
         self._pages = pages
         pages.tier = self
 
@@ -115,13 +115,13 @@ class DiskTier:
         else:
             self._noted.append((key, depth))
 
-    def stepped(self, *, is_busy: bool) -> TierCounts | None:
+    def stepped(self, *, is_busy: bool) -> StoreCounts | None:
         """Copy noted pages after a step, as far as memory goes, and return new counts.
 
         `is_busy`: requests are live, so little is copied. Returns None if nothing has happened.
         """
         self._copy_noted(self._memory.step_bytes if is_busy else WRITE_BYTES)
-        is_paused = self._writer.pause.is_on or self._reader.pause.is_on
+        is_paused = self._writer.pause.is_on or self._reader.is_paused(time.monotonic())
         return self._counting.take(is_paused=is_paused)
 
     def _copy_noted(self, left: int) -> None:
@@ -258,12 +258,9 @@ class DiskTier:
             while fetch.arrived and left > 0 and has_room:
                 has_room = self._install(fetch)
                 left -= 1
-            hangs = not is_done and self._reader.hangs(fetch, now)
-            is_late = hangs or (not is_done and now > fetch.deadline)
+            is_late = not is_done and self._reader.is_late(fetch, now)
             if is_late:
                 self._counting.bad("slow")
-            if hangs:
-                self._reader.pause.begin("a read takes too long")
             if is_late or not has_room or (is_done and not fetch.arrived):
                 self._end(sequence, fetch)
 
@@ -289,7 +286,9 @@ class DiskTier:
             done = self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
-            self._counting.read(0 if self._has_windows else self._pages.page_size)
+            with self._counting as counts:
+                counts.pages["read"] += 1
+                counts.num_tokens_read += 0 if self._has_windows else self._pages.page_size
         if done is None:
             self._reader.buffers.give(buffer)
         else:
@@ -322,7 +321,8 @@ class DiskTier:
         self._pages.pool.release(fetch.held)
         num_found = self._pages.num_per_group(self._pages.reusable_pages(fetch.keys))
         if self._has_windows and num_found > fetch.num_before:
-            self._counting.reached((num_found - fetch.num_before) * self._pages.page_size)
+            with self._counting as counts:
+                counts.num_tokens_read += (num_found - fetch.num_before) * self._pages.page_size
         rest = fetch.keys[num_found:]
         sequence.not_on_disk = rest[0] if rest else None
 

@@ -1,6 +1,5 @@
-"""A tier over a pool of a few pages, without an engine and threads."""
+"""A lower store over a pool of a few pages, without an engine and threads."""
 
-import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +8,8 @@ from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.lower_store import LowerStore
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
-from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
-from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
@@ -23,7 +21,7 @@ DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "
 
 
 class Bench:
-    """A scheduler of ten pages over the tier; no thread reads, so a test says what arrives."""
+    """A scheduler of ten pages over a lower store; no thread reads, so a test says what arrives."""
 
     def __init__(self, **limits: Any) -> None:
         numbers = {"kv_cache_tokens": 10 * PAGE, "max_model_len": 80, "page_size": PAGE, **limits}
@@ -38,8 +36,8 @@ class Bench:
             pause=SimpleNamespace(is_on=False),
             used=lambda _: None,
         )
-        self.tier = DiskTier(memory, writer, reader, counting)
-        self.tier.serve(self.scheduler.pages)
+        self.lower = LowerStore(memory, writer, reader, counting)
+        self.lower.serve(self.scheduler.pages)
 
     def add(self, num_tokens: int, salt: str = "", priority: int = 0) -> Sequence:
         """Queue a prompt."""
@@ -54,7 +52,7 @@ class Bench:
         """Queue a prompt, and begin to read its pages."""
         sequence = self.add(num_tokens, salt, priority)
         self.scheduler.schedule()
-        return sequence, self.tier._fetches[sequence]
+        return sequence, self.lower._fetches[sequence]
 
     def arrive(self, fetch: Fetch, num_pages: int) -> None:
         """Let further pages arrive."""
@@ -81,7 +79,7 @@ def test_a_read_holds_all_pages_of_its_prompt_and_none_twice() -> None:
     pool = bench.scheduler.pool
     assert pool.num_used == 6
     large, small = bench.add(5 * PAGE, "large"), bench.add(4 * PAGE - 1, "small")
-    bench.tier._writer.store = None  # these are not looked for
+    bench.lower._writer.store = None  # these are not looked for
     bench.run()
     assert not large.is_running
     assert not small.is_running  # it is behind the one that does not fit
@@ -110,16 +108,16 @@ def test_a_running_sequence_that_needs_a_page_ends_a_read_and_nobody_is_preempte
     """What had arrived stays cached."""
     bench = Bench()
     running = bench.add(4 * PAGE - 1, "running")
-    bench.tier._writer.store = None
+    bench.lower._writer.store = None
     bench.run()
-    bench.tier._writer.store = object()  # type: ignore[assignment]
+    bench.lower._writer.store = object()  # type: ignore[assignment]
     _, fetch = bench.fetch(6 * PAGE)
     bench.arrive(fetch, 2)
     bench.run()
-    assert bench.tier.num_awaited == 1
+    assert bench.lower.num_awaited == 1
     bench.run()  # the fifth page of the first sequence
     assert running.is_running
-    assert bench.tier.num_awaited == 0
+    assert bench.lower.num_awaited == 0
     assert fetch.is_given_up
 
 
@@ -134,13 +132,13 @@ def test_the_read_of_the_last_priority_ends_first_and_none_before_the_one_that_n
     ]
     ended = []
     for _ in waiting:
-        before = set(bench.tier._fetches)
-        if bench.tier.end_last(waiting[0].rank):
-            ended += before - set(bench.tier._fetches)
+        before = set(bench.lower._fetches)
+        if bench.lower.end_last(waiting[0].rank):
+            ended += before - set(bench.lower._fetches)
     assert ended == [waiting[2], waiting[1], waiting[0]]
-    assert set(bench.tier._fetches) == {waiting[3]}
-    assert bench.tier.end_last(waiting[3].rank)
-    assert not bench.tier.end_last(waiting[3].rank)
+    assert set(bench.lower._fetches) == {waiting[3]}
+    assert bench.lower.end_last(waiting[3].rank)
+    assert not bench.lower.end_last(waiting[3].rank)
 
 
 def test_a_page_that_another_sequence_has_computed_gives_its_place_back() -> None:
@@ -153,32 +151,22 @@ def test_a_page_that_another_sequence_has_computed_gives_its_place_back() -> Non
     pool.release([page])
     assert pool.num_used == 4
     bench.arrive(fetch, 2)
-    bench.tier.collect(is_busy=False)
+    bench.lower.collect(is_busy=False)
     assert pool.num_used == 4
     assert fetch.held[0] == page
     bench.scheduler.check_integrity()
-
-
-def test_pages_to_be_touched_wait_in_bounded_memory() -> None:
-    """The disk may hang for hours while prefixes in memory are in use."""
-    writer = Writer("", lambda: None, lambda _: True, Buffers(1, 1), Counting())  # type: ignore[arg-type, return-value]
-    for _ in range(1000):
-        writer.used([(b"key", 0)])
-    assert len(writer._used) <= 256
-    assert isinstance(writer._queue, queue.SimpleQueue)
-    assert writer._queue.qsize() == 1
 
 
 def test_a_read_reserves_pages_beside_windows_before_the_place_found() -> None:
     """Those are held until the sequence starts further on, where it does not need them."""
     groups = PageGroups(((0,), (1,)), (None, 2 * PAGE))
     bench = Bench(kv_cache_tokens=64 * PAGE, page_groups=groups, max_num_batched_tokens=4 * PAGE)
-    bench.tier._writer.store = None
+    bench.lower._writer.store = None
     bench.add(3 * PAGE + 1)
     bench.run()
-    bench.tier._writer.store = object()  # type: ignore[assignment]
+    bench.lower._writer.store = object()  # type: ignore[assignment]
     used: list[tuple[bytes, int]] = []
-    bench.tier._writer.used = used.extend  # type: ignore[method-assign]
+    bench.lower._writer.used = used.extend  # type: ignore[method-assign]
     sequence, fetch = bench.fetch(7 * PAGE + 1)
     assert fetch.num_before == 3
     assert len(fetch.held) == 3 + 2
