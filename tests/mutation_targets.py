@@ -231,7 +231,7 @@ TARGETS = {
     ),
     "choice of a replica": Target(
         ("server/replicas/*.py",),
-        ("tests/server/replicas", "tests/server/router/test_text_pages.py"),
+        ("tests/server/replicas", "tests/server/router/test_body_chunks.py"),
     ),
     "limits of keys": Target(
         ("server/access/allowance.py", "server/access/key*.py"),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from ropewalk.server.replicas.prompt_pages import PageMemory, PromptPages
+from ropewalk.server.replicas.text_chunks import PageMemory, TextChunks
 
 Routing = Literal["prefix", "least_loaded", "round_robin"]
 DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth
@@ -127,19 +127,19 @@ class ReplicaChoice:
         known = self._replicas.get(replica)
         return len(known.memory) if known else 0
 
-    def cost(self, asked: PromptPages, replica: str) -> float:
+    def cost(self, asked: TextChunks, replica: str) -> float:
         """Return the cost of a prompt on a replica, in tokens."""
         known = self._replicas.get(replica)
         if known is None:
             return asked.num_tokens
-        evicted: float = known.memory.num_evicted_by(asked.keys) * asked.page_size
+        evicted: float = known.memory.num_evicted_by(asked.keys) * asked.chunk_size
         if known.place is not None:
             evicted *= _READ_WEIGHT
         num_computed, num_read = self._num_uncached(asked, known)
         work = known.num_queued_tokens + num_computed + _READ_WEIGHT * num_read + evicted
         return work + self.decode_weight * known.num_running
 
-    def rank(self, asked: PromptPages, candidates: Iterable[str], request_id: str) -> list[str]:
+    def rank(self, asked: TextChunks, candidates: Iterable[str], request_id: str) -> list[str]:
         """Return the candidates, best first. It changes no load: `routed` does.
 
         request_id: places a prompt without a full page. Prompts with one follow their first page,
@@ -163,7 +163,7 @@ class ReplicaChoice:
 
         return sorted(ids, key=order)
 
-    def routed(self, request_id: str, asked: PromptPages, replica: str) -> int:
+    def routed(self, request_id: str, asked: TextChunks, replica: str) -> int:
         """Count a request as queued on a replica; return how many tokens it need not compute.
 
         They are cached there, or in the place of pages that the replica shares.
@@ -210,15 +210,15 @@ class ReplicaChoice:
         known = self._replicas.get(replica)
         return len(known.open_ids) if known else 0
 
-    def _num_uncached(self, asked: PromptPages, replica: _Replica) -> tuple[int, int]:
+    def _num_uncached(self, asked: TextChunks, replica: _Replica) -> tuple[int, int]:
         """Return how many prompt tokens a replica probably computes, and how many it reads."""
         keys = asked.reusable_keys
         num_cached = replica.memory.match(keys)
         num_known = num_cached
         if replica.place is not None:
             num_known = max(num_cached, self._places[replica.place].match(keys))
-        num_computed = asked.num_tokens - num_known * asked.page_size
-        return num_computed, (num_known - num_cached) * asked.page_size
+        num_computed = asked.num_tokens - num_known * asked.chunk_size
+        return num_computed, (num_known - num_cached) * asked.chunk_size
 
 
 def _rendezvous(place: bytes, replica: str) -> bytes:

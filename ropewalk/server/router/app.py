@@ -15,6 +15,7 @@ import structlog
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
 from ropewalk.server.middleware.connections import chunk_writer
+from ropewalk.server.router.body_chunks import NO_CHUNKS, chunks_of
 from ropewalk.server.router.fleet.facts import none_ready
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.forward import (
@@ -26,7 +27,6 @@ from ropewalk.server.router.forward import (
     sent_on,
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.text_pages import NO_PAGES, asked_pages
 from ropewalk.server.router.upstream import Headers
 from ropewalk.server.settings.route_settings import RouteSettings
 from ropewalk.server.version import own_commit, own_version
@@ -201,11 +201,11 @@ class RouterApp:
         found = dict(headers)
         owner = found.get(b"authorization", b"") or found.get(b"x-api-key", b"")
         if not self._may_have_prompt(scope):
-            pages = NO_PAGES
+            chunks = NO_CHUNKS
         elif len(body) < _LARGE:
-            pages = asked_pages(body, owner)
+            chunks = chunks_of(body, owner)
         else:
-            pages = await asyncio.to_thread(asked_pages, body, owner)
+            chunks = await asyncio.to_thread(chunks_of, body, owner)
         path = scope.get("raw_path") or scope["path"].encode()
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         kept = [each for each in sent_on(headers) if each[0] != b"x-request-id"]
@@ -215,7 +215,7 @@ class RouterApp:
             (path + query).decode("latin-1"),
             [*kept, (b"x-request-id", request_id)],
             body,
-            pages,
+            chunks,
             self._forwarder.new_answer(),
         )
 

@@ -12,9 +12,10 @@ import structlog
 
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, ToldAnswer, new_answer
 from ropewalk.server.envelope import envelope
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
 from ropewalk.server.router.fleet.facts import Facts, why_none_goes_on
 from ropewalk.server.router.fleet.fleet import Fleet
+from ropewalk.server.router.fleet.server import Server
 from ropewalk.server.router.replay import (
     DivergedError,
     EventSplitter,
@@ -24,7 +25,7 @@ from ropewalk.server.router.replay import (
     tells_failure,
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.upstream import Exchange, Headers, LostError, Server
+from ropewalk.server.router.upstream import Exchange, Headers, LostError
 from ropewalk.server.settings.route_settings import RouteSettings
 
 # Headers of a connection, not of a message (RFC 9110, 7.6.1), or made anew by this process.
@@ -69,7 +70,7 @@ class Asked:
     target: str  # path and query
     headers: Headers
     body: bytes
-    pages: PromptPages
+    chunks: TextChunks
     answer: ToldAnswer | None  # None: no key of the router
     sent: SentEvents = field(default_factory=SentEvents)
     has_begun: bool = False  # the client has the head of a stream
@@ -119,7 +120,7 @@ class Forwarder:
         if asked.has_begun:
             limit_s = max(0.0, asked.waits_until - loop.time())
         server = await self._fleet.pick(
-            asked.request_id, asked.pages, lambda each: _is_avoided(asked, each), limit_s
+            asked.request_id, asked.chunks, lambda each: _is_avoided(asked, each), limit_s
         )
         began = loop.time()
         if server is None:

@@ -9,27 +9,25 @@ from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex, extend_keys
 from ropewalk.rope import Profile, Tier, Unscaled
 from ropewalk.server.replicas.choice import ReplicaChoice
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
 
 PAGE_SIZE = 64
 NUM_QUEUED = 4  # the newest requests, which have no token yet
 TIERS = (Tier(1 << 20, 1.0, Profile(Unscaled())),)
 
 
-def prompt_of(prefix: int, num_pages: int, tail: int = 0, *, salt: str = "") -> PromptPages:
+def prompt_of(prefix: int, num_pages: int, tail: int = 0, *, salt: str = "") -> TextChunks:
     """A prompt of a prefix's full pages, and five tokens of its own."""
     tokens = [prefix * 1000 + at for at in range(num_pages * PAGE_SIZE)]
-    return prompt_pages([*tokens, *[tail] * 5], TIERS, salt, PAGE_SIZE)
+    return chunked([*tokens, *[tail] * 5], TIERS, salt, PAGE_SIZE)
 
 
-def prompt_pages(
-    tokens: Sequence[int], tiers: Sequence[Tier], salt: str, page_size: int
-) -> PromptPages:
+def chunked(tokens: Sequence[int], tiers: Sequence[Tier], salt: str, page_size: int) -> TextChunks:
     """A prompt with the keys of the engine's own prefix cache."""
     keys: list[Key] = []
     num_pages = len(tokens) // page_size
     extend_keys(keys, tokens, num_pages, page_size, tiers=tiers, cache_salt=salt)
-    return PromptPages(len(tokens), page_size, tuple(keys[1:]))
+    return TextChunks(len(tokens), page_size, tuple(keys[1:]))
 
 
 class PooledReplica:
@@ -39,11 +37,11 @@ class PooledReplica:
         self.index = PrefixIndex()
         self.pool = PagePool(num_pages, self.index)
 
-    def start(self, asked: PromptPages) -> tuple[list[int], int]:
+    def start(self, asked: TextChunks) -> tuple[list[int], int]:
         """Give a prompt its pages; return them, and how many were cached."""
         found = self.index.match(asked.reusable_keys)
         self.pool.share(found)
-        num_pages = -(-asked.num_tokens // asked.page_size)
+        num_pages = -(-asked.num_tokens // asked.chunk_size)
         pages = [*found, *self.pool.allocate(num_pages - len(found))]
         for page, key in zip(pages, asked.keys, strict=False):
             if not self.index.holds(page):
@@ -73,7 +71,7 @@ class Outcome:
 
 def served(
     choice: ReplicaChoice,
-    prompts: list[PromptPages],
+    prompts: list[TextChunks],
     num_pages: dict[str, int],
     in_flight: int,
     rng: random.Random,
@@ -97,7 +95,7 @@ def served(
             end_one()
         request_id = f"request-{number}"
         name = choice.rank(asked, replicas, request_id)[0]
-        outcome.num_predicted += choice.routed(request_id, asked, name) // asked.page_size
+        outcome.num_predicted += choice.routed(request_id, asked, name) // asked.chunk_size
         pages, num_cached = replicas[name].start(asked)
         running.append((request_id, name, pages))
         for earlier, _, _ in running[:-NUM_QUEUED]:

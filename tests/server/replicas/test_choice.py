@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from ropewalk.rope import Linear, Profile, Tier
 from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
 from tests.sampling import few
 from tests.server.replicas.simulated import (
     PAGE_SIZE,
     TIERS,
     Outcome,
+    chunked,
     prompt_of,
-    prompt_pages,
     served,
 )
 
 TWO = {"a": 28, "b": 28}  # pages: seven prefixes of four
 
 
-def shuffled_prefixes(seed: int) -> list[PromptPages]:
+def shuffled_prefixes(seed: int) -> list[TextChunks]:
     """Twelve prefixes of four pages, ten prompts each."""
     prompts = [prompt_of(prefix, 4, number) for prefix in range(12) for number in range(10)]
     random.Random(seed).shuffle(prompts)
@@ -124,10 +124,10 @@ def test_another_salt_or_profile_never_matches() -> None:
     other_table = (Tier(1 << 20, 2.0, Profile(Linear(factor=2.0))),)
     choice = ReplicaChoice()
     choice.add("a", 100)
-    choice.routed("first", prompt_pages(tokens, TIERS, "", PAGE_SIZE), "a")
-    assert choice.routed("salt", prompt_pages(tokens, TIERS, "s", PAGE_SIZE), "a") == 0
-    assert choice.routed("table", prompt_pages(tokens, other_table, "", PAGE_SIZE), "a") == 0
-    same = choice.routed("same", prompt_pages(tokens, TIERS, "", PAGE_SIZE), "a")
+    choice.routed("first", chunked(tokens, TIERS, "", PAGE_SIZE), "a")
+    assert choice.routed("salt", chunked(tokens, TIERS, "s", PAGE_SIZE), "a") == 0
+    assert choice.routed("table", chunked(tokens, other_table, "", PAGE_SIZE), "a") == 0
+    same = choice.routed("same", chunked(tokens, TIERS, "", PAGE_SIZE), "a")
     assert same == 4 * PAGE_SIZE, "the last page holds the last token"
 
 

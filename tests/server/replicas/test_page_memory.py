@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.server.replicas.prompt_pages import PageMemory
+from ropewalk.server.replicas.text_chunks import PageMemory
 from tests.server.replicas.simulated import prompt_of
 
 

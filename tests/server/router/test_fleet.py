@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
 from ropewalk.server.router.fleet import fleet as fleet_module
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.upstream import Exchange, LostError, Pool, Target
@@ -18,7 +18,7 @@ from ropewalk.server.settings.route_settings import RouteSettings
 from tests.server.router.other_server import OtherServer, other_server
 
 KEY = "a-key-of-the-router"
-NOTHING = PromptPages(0, 32, ())
+NOTHING = TextChunks(0, 32, ())
 
 
 @asynccontextmanager

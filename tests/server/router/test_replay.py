@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 
+from ropewalk.server.router.body_chunks import NO_CHUNKS
 from ropewalk.server.router.fleet.fleet import Fleet
 from ropewalk.server.router.forward import Asked, Forwarder
 from ropewalk.server.router.replay import (
@@ -17,7 +18,6 @@ from ropewalk.server.router.replay import (
     tells_failure,
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.text_pages import NO_PAGES
 from ropewalk.server.settings.route_settings import RouteSettings
 
 
@@ -132,7 +132,7 @@ def test_events_that_a_cancelled_send_has_not_written_are_not_the_clients() -> N
     async def test() -> None:
         settings = RouteSettings(servers=("http://127.0.0.1:1",))
         forwarder = Forwarder(settings, Fleet(settings), RouteMetrics())
-        asked = Asked("a", "POST", "/v1/responses", [], b"", NO_PAGES, None, has_events=True)
+        asked = Asked("a", "POST", "/v1/responses", [], b"", NO_CHUNKS, None, has_events=True)
         is_blocked = asyncio.Event()
 
         async def send(_: bytes) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
 from ropewalk.server.router.fleet.fleet import Fleet
-from ropewalk.server.router.upstream import Server, Target
+from ropewalk.server.router.fleet.server import Server
+from ropewalk.server.router.upstream import Target
 from ropewalk.server.settings.route_settings import RouteSettings
 
 PLACES = ["a", "a", "b", None]  # of the servers at the ports 1 to 4
@@ -17,7 +18,7 @@ def test_pages_are_cheap_for_servers_that_tell_the_same_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others compute them. A place may become known after the first answers, or be gone."""
-    asked = PromptPages(1000, 100, tuple(bytes([number]) * 32 for number in range(10)))
+    asked = TextChunks(1000, 100, tuple(bytes([number]) * 32 for number in range(10)))
     places: list[str | None] = [None, *PLACES[1:]]
 
     async def answered(server: Server, path: str, _headers: Any = ()) -> tuple[int, bytes]:

@@ -11,11 +11,12 @@ import structlog
 
 from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_answer
 from ropewalk.server.replicas.choice import ReplicaChoice
-from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.text_chunks import TextChunks
+from ropewalk.server.router.body_chunks import CHUNK_TOKENS
 from ropewalk.server.router.fleet.facts import Facts, Served, difference, facts_of
 from ropewalk.server.router.fleet.fleet_stats import Stats, summed_stats
-from ropewalk.server.router.text_pages import PAGE_TOKENS
-from ropewalk.server.router.upstream import Headers, LostError, Server, Target, targets_of
+from ropewalk.server.router.fleet.server import Server
+from ropewalk.server.router.upstream import Headers, LostError, Target, targets_of
 from ropewalk.server.settings.route_settings import RouteSettings
 
 _READ_S = 2.0  # for metrics and /stats
@@ -278,7 +279,7 @@ class Fleet:
             else:
                 self._refuse(each, *difference(each.facts.served, self.agreed))
         self._tell_mixed({each.facts.arithmetic for each in usable if each.facts is not None})
-        names = {each.name: max(1, each.num_cache_tokens // PAGE_TOKENS) for each in usable}
+        names = {each.name: max(1, each.num_cache_tokens // CHUNK_TOKENS) for each in usable}
         if set(names) != set(self.choice.replicas):
             for name in set(names) - set(self.choice.replicas):
                 _log.info("server_ready", server=name)
@@ -337,7 +338,7 @@ class Fleet:
     async def pick(
         self,
         request_id: str,
-        asked: PromptPages,
+        asked: TextChunks,
         avoid: Callable[[Server], bool],
         limit_s: float,
     ) -> Server | None:
@@ -354,7 +355,7 @@ class Fleet:
         return None
 
     def pick_now(
-        self, request_id: str, asked: PromptPages, avoid: Callable[[Server], bool]
+        self, request_id: str, asked: TextChunks, avoid: Callable[[Server], bool]
     ) -> Server | None:
         """Return the best server that is not to be avoided, or None if there is none."""
         allowed = [each.name for each in self.usable if not avoid(each)]

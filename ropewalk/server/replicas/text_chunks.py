@@ -1,4 +1,4 @@
-"""The page keys of a prompt, and those that a router remembers of each replica."""
+"""The keys of a prompt's chunks, and those that a router remembers of each replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,28 +7,28 @@ from ropewalk.model_runtime.scheduling.prefix_cache import Key
 
 # A key costs about 3 microseconds and 100 bytes for each replica that holds it. At the default page
 # size these are 262,144 tokens. Prompts that are equal so far may differ after it unnoticed.
-MOST_PAGES = 4096
+MOST_CHUNKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPages:
-    """A prompt as a router sees it: its length, and the keys of its full pages."""
+class TextChunks:
+    """A prompt as a router sees it: its length, and the keys of its full chunks."""
 
     num_tokens: int
-    page_size: int  # tokens
-    keys: tuple[Key, ...]  # of its leading full pages; a replica publishes them all
-    is_scored: bool = False  # its prompt's logprobs are asked for, so it reads no cached page
+    chunk_size: int  # tokens
+    keys: tuple[Key, ...]  # of its leading full chunks; a replica publishes them all as pages
+    is_scored: bool = False  # its prompt's logprobs are wanted, so it reads no cached page
 
     @property
     def reusable_keys(self) -> tuple[Key, ...]:
-        """Return the keys of the pages that it could reuse, which never hold the last token.
+        """Return the keys of the chunks that it could reuse, which never hold the last token.
 
         The last token is always computed, because its logits give the first answer token.
         `SequencePages.reusable_keys` has the same rule.
         """
         if self.is_scored:
             return ()
-        return self.keys[: max(0, self.num_tokens - 1) // self.page_size]
+        return self.keys[: max(0, self.num_tokens - 1) // self.chunk_size]
 
 
 class PageMemory:

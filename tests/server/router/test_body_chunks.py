@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from ropewalk.server.replicas.prompt_pages import PromptPages
-from ropewalk.server.router.text_pages import asked_pages
+from ropewalk.server.replicas.text_chunks import TextChunks
+from ropewalk.server.router.body_chunks import chunks_of
 
 LONG = "A text that many requests begin with. " * 20
 
 
 def keys(owner: bytes = b"", **body: Any) -> tuple[bytes, ...]:
-    return asked_pages(json.dumps(body).encode(), owner).keys
+    return chunks_of(json.dumps(body).encode(), owner).keys
 
 
 def num_common(first: tuple[bytes, ...], second: tuple[bytes, ...]) -> int:
@@ -58,15 +58,15 @@ def test_another_cache_has_other_keys(other: dict[str, Any]) -> None:
 
 def test_tokens_have_pages_of_tokens() -> None:
     ids = list(range(100))
-    found = asked_pages(json.dumps({"prompt": ids}).encode(), b"")
+    found = chunks_of(json.dumps({"prompt": ids}).encode(), b"")
     assert (found.num_tokens, len(found.keys)) == (100, 3)
-    longer = asked_pages(json.dumps({"prompt": [[*ids[:64], 7, *ids]]}).encode(), b"")
+    longer = chunks_of(json.dumps({"prompt": [[*ids[:64], 7, *ids]]}).encode(), b"")
     assert num_common(found.keys, longer.keys) == 2
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": null}', b"[" * 99_999])
 def test_a_body_without_a_prompt_has_no_keys(body: bytes) -> None:
-    found = asked_pages(body, b"")
+    found = chunks_of(body, b"")
     assert (found.num_tokens, found.keys) == (0, ())
 
 
@@ -75,14 +75,14 @@ def test_deep_values_are_no_error(depth: int) -> None:
     """Python reads some depths that it cannot write."""
     deep = b"[" * depth + b"]" * depth
     for name in (b"messages", b"model", b"tools"):
-        assert asked_pages(b'{"%s": %s}' % (name, deep), b"").page_size == 32
+        assert chunks_of(b'{"%s": %s}' % (name, deep), b"").chunk_size == 32
 
 
 def test_bodies_that_are_dear_to_parse_have_no_keys() -> None:
     """The key of their sender is not checked yet; the length of a long one still counts."""
     many = json.dumps({"prompt": LONG, "stop": [[]] * 70_000}).encode()
-    assert asked_pages(many, b"") == PromptPages(0, 32, ())
+    assert chunks_of(many, b"") == TextChunks(0, 32, ())
     long = json.dumps({"prompt": LONG * 3000}).encode()
-    found = asked_pages(long, b"")
+    found = chunks_of(long, b"")
     assert not found.keys
     assert found.num_tokens == len(long) // 4
