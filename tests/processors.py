@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.cpu_kernels.simd import vectors
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 
 _V2 = "cx16 fxsr mmx popcnt sahf sse sse2 sse3 sse4.1 sse4.2 ssse3"
 _V3 = "avx avx2 bmi bmi2 f16c fma fsgsbase invpcid lzcnt movbe pclmul rdrnd xsave xsaveopt"

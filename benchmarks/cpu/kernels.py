@@ -29,15 +29,8 @@ from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.simd import (
-    WIDTH,
-    add,
-    broadcast,
-    fma,
-    load,
-    reduce_add,
-    vectors,
-)
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, add, broadcast, fma, load, reduce_add
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 from ropewalk.model_runtime.cpu_kernels.threads import (
     MOST_THREADS,
     barrier_wait,

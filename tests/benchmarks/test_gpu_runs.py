@@ -45,7 +45,7 @@ def said(script: Path) -> list[tuple[str, int]]:
 def test_the_limits_of_the_lines_fit_a_command(name: str) -> None:
     """Even if every line takes all of its time. Names are those of files, so each is used once."""
     lines = said(FOLDER / name)
-    assert len(lines) >= 5
+    assert lines
     assert sum(limit for _, limit in lines) <= MOST_S
     assert len({line for line, _ in lines}) == len(lines)
 

@@ -17,7 +17,8 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
-from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
+from ropewalk.model_runtime.runner.launched_step import LaunchedStep
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.rope import Profile

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
+from ropewalk.model_runtime.runner.launched_step import LaunchedStep
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.token_mask import token_mask
 from tests.doubles.deferred_runner import Answers
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request

@@ -10,7 +10,7 @@ import torch
 
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.cpu_kernels import trials
-from ropewalk.model_runtime.cpu_kernels.simd import vectors
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import packed_linear
@@ -86,7 +86,7 @@ def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
 def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     """Unless oneDNN, torch and numba obey their variables, `make test ISA=...` tests nothing."""
     code = (
-        "import torch; from ropewalk.model_runtime.cpu_kernels.simd import vectors;"
+        "import torch; from ropewalk.model_runtime.cpu_kernels.target import vectors;"
         "print(torch.backends.cpu.get_cpu_capability(), vectors().name, vectors().lanes);"
         "torch.nn.functional.linear(torch.ones(4, 8), torch.ones(8, 8));"
         "torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64), 4096)"

@@ -1,4 +1,4 @@
-# The server, memory, and others beside us last: 600 s at most, 560 s expected.
+# The server, memory, and others beside us last: 550 s at most, 520 s expected.
 . benchmarks/gpu/runs/env.sh
 say server 210 "$PYTHON" -m benchmarks.gpu.model "${SIZES[@]}" --commit "$COMMIT" \
     --parts server --seconds 200 --out "$RESULTS/server"

@@ -26,15 +26,18 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     HAS_PAIR_PRODUCTS,
     add_pair_products,
+)
+from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.register_sums import (
     add_products,
     load_sums,
     no_sums,
     store_sums,
 )
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints, Numbers
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
-from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_on_threads, take_next
 
 MOST_ROWS = 16  # of a product that oneDNN would compute more slowly

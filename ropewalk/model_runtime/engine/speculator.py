@@ -192,15 +192,13 @@ def _proposed(state: RequestState, drafter: Drafter, most: int) -> Draft:
     return draft._replace(token_ids=draft.token_ids[:num_kept]) if num_kept else NO_DRAFT
 
 
-# The states of layers after a step with drafts.
-#
-# The step advances a sequence's states by its known token only. The inputs of the draft's tokens
-# are kept (`ModelRunner.advance_states`). Tokens that turn out right advance the states afterwards,
-# in the same order as steps of their own would. So the bits are those without drafts.
-
-
 class RightDrafts:
-    """Advances the states of one engine's sequences by the right tokens of drafts."""
+    """Advances the states of one engine's sequences by the right tokens of drafts.
+
+    The step advances a sequence's states by its known token only. The inputs of the draft's tokens
+    are kept (`ModelRunner.advance_states`). Tokens that turn out right advance the states
+    afterwards, in the same order as steps of their own would. So the bits are those without drafts.
+    """
 
     def __init__(self, states: SequenceStates, runner: Runner, clock: StepTimer) -> None:
         self._states = states

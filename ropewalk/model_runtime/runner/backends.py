@@ -192,7 +192,7 @@ def described(device: torch.device) -> str:
     fault = cpu_fault()
     if fault is not None:
         return f"torch, slow (compiled kernels fail: {fault})"
-    from ropewalk.model_runtime.cpu_kernels.simd import vectors  # noqa: PLC0415
+    from ropewalk.model_runtime.cpu_kernels.target import vectors  # noqa: PLC0415
 
     return f"{vectors().name}, {vectors().lanes} lanes"
 

@@ -1,6 +1,6 @@
 """The tokens that may come, as one bit for each.
 
-A file of its own: a route makes the bits, and the sampler and grammars read them.
+A route makes the bits, and the sampler and grammars read them.
 """
 
 from collections.abc import Sequence

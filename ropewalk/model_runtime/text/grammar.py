@@ -21,9 +21,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ropewalk.model_runtime.child_process import command_of
 from ropewalk.model_runtime.errors import GrammarError, QueueFullError, RequestError
-from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, matcher_of, problem_of
+from ropewalk.model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
 from ropewalk.model_runtime.text.schema_keywords import kept_schema
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.whitespace import ONE_SPACE
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
 _MAX_TRIAL_BYTES = 32 * 2**20  # ordinary schemas take less than 1 MiB

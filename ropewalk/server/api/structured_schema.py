@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ropewalk.model_runtime.text.grammar import ANY_OBJECT
-from ropewalk.model_runtime.text.grammar_trial import ANY, NONE, checked_whitespace
 from ropewalk.model_runtime.text.text_rules import choice_rule, regex_rule
+from ropewalk.model_runtime.text.whitespace import ANY, NONE, checked_whitespace
 from ropewalk.server.api.strict_body import MAX_DEPTH, Body, FirstMistakes, is_too_deep
 
 # The example of each field with a schema.

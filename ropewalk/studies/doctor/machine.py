@@ -18,7 +18,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def check_processor() -> Finding:
     """Check the instruction sets that the kernels are compiled for."""
-    from ropewalk.model_runtime.cpu_kernels.simd import target_features, vectors  # noqa: PLC0415
+    from ropewalk.model_runtime.cpu_kernels.target import target_features, vectors  # noqa: PLC0415
 
     found = vectors()
     features = ", ".join(each for each in _FEATURES if each in target_features()) or "none known"

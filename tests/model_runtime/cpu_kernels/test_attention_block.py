@@ -12,13 +12,13 @@ from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.register_sums import (
     add_products,
     load_sums,
     no_sums,
     store_sums,
 )
-from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.rope import Profile, Yarn, native_rope
 

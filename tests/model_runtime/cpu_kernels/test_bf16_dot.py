@@ -16,11 +16,10 @@ from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     add_half_products,
     add_pair_products,
     copy_as_pairs,
-    load_sums,
     store_pairs,
-    store_sums,
 )
 from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.register_sums import load_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, store
 
 pytestmark = pytest.mark.skipif(not HAS_PAIR_PRODUCTS, reason="no products of pairs here")

@@ -20,9 +20,8 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     reduce_max,
     store,
     subtract,
-    target_features,
-    vectors,
 )
+from ropewalk.model_runtime.cpu_kernels.target import target_features, vectors
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]

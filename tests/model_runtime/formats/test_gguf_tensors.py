@@ -9,10 +9,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf import gguf_blocks as tensors
+from ropewalk.model_runtime.formats.gguf import gguf_tensors as tensors
 from ropewalk.model_runtime.formats.gguf.ggml import READ_TYPES, block_of
-from ropewalk.model_runtime.formats.gguf.gguf_blocks import read_tensor, read_values
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_tensors import read_tensor, read_values
 from ropewalk.model_runtime.formats.gguf.gguf_weights import half_split_rows
 from tests.checkpoints.gguf_files import interleaved_rows
 from tests.checkpoints.k_quants import q4_k

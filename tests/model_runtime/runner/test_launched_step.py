@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.model_runtime.runner.model_runner import HostBuffers
+from ropewalk.model_runtime.runner.launched_step import HostBuffers
 
 
 def test_host_buffers_are_used_in_turn_and_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:

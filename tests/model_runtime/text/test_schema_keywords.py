@@ -16,7 +16,7 @@ import pytest
 from llguidance import LLMatcher
 
 from ropewalk.model_runtime.errors import RequestError
-from ropewalk.model_runtime.text.grammar_trial import NONE, grammar_of, matcher_of, problem_of
+from ropewalk.model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
 from ropewalk.model_runtime.text.schema_keywords import (
     ANNOTATIONS,
     FORMATS,
@@ -25,6 +25,7 @@ from ropewalk.model_runtime.text.schema_keywords import (
     REFUSED_FORMATS,
     kept_schema,
 )
+from ropewalk.model_runtime.text.whitespace import NONE
 from tests.model_runtime.text.tools.test_call_grammar import tokenizer, vocabulary
 
 API_PAGE = Path(__file__).parents[3] / "docs/api.md"

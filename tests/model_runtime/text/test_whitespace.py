@@ -11,7 +11,7 @@ from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
-from ropewalk.model_runtime.text.grammar_trial import ANY, NONE, ONE_SPACE, checked_whitespace
+from ropewalk.model_runtime.text.whitespace import ANY, NONE, ONE_SPACE, checked_whitespace
 from tests.doubles.engines import EngineFactory, Result, answer, deployment_of, request
 
 FLAT: dict[str, Any] = {

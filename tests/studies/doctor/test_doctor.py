@@ -211,7 +211,7 @@ def test_kept_kernels_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_a_narrow_processor_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction set is that of the kernels."""
-    from ropewalk.model_runtime.cpu_kernels import simd as processor
+    from ropewalk.model_runtime.cpu_kernels import target as processor
 
     assert check_processor().status == "ok"
     narrow = processor.Vectors("SSE", 4, 16, has_fma=False)

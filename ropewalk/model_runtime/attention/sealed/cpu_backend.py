@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
-from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages
 from ropewalk.model_runtime.cpu_kernels.attention.attention import TILE
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Destinations, Numbers

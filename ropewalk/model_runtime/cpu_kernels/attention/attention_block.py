@@ -1,6 +1,6 @@
 """The compiled kernel, one block: rows that read a page together.
 
-The rows of a block use each loaded register together (`bf16_dot.py`): a page's keys for their
+The rows of a block use each loaded register together (`register_sums.py`): a page's keys for their
 scores, and its values for their accumulators. Each row's operations and their order are the same in
 a block of any size. A row's bits therefore do not depend on the size of its block.
 
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import Products
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     AngleArrays,
     Floats,
@@ -22,6 +21,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     Scratch,
 )
 from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.register_sums import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
@@ -34,8 +34,8 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     reduce_max,
     store,
     subtract,
-    vectors,
 )
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 
 
 @jit(inline=True, borrows=True)

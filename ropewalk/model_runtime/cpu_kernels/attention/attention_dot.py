@@ -26,7 +26,6 @@ from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
     SECOND,
     add_half_products,
     add_pair_products,
-    add_products,
     copy_as_pairs,
     store_pairs,
 )
@@ -38,6 +37,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_cached, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.register_sums import add_products
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     fma,

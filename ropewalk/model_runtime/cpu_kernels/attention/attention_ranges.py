@@ -8,7 +8,8 @@ one range at the true positions has the bits of the plain kernel, whose parts th
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
 heads, D = key dimensions, V = value dimensions, N = pages, O = offsets in a page, P = rotated
 pairs, W = work items, R = rows of a tile, B = rows of a block, L = lanes, X = ranges of a query,
-Q = tokens of a tile. In scratch arrays O and V are rounded up to whole SIMD registers.
+S = sequences, Q = tokens of a tile. In scratch arrays O and V are rounded up to whole SIMD
+registers.
 """
 
 from typing import Any, NamedTuple
@@ -43,10 +44,6 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
-
-# The arguments of the kernel that reads ranges, by name (see kernel_arguments.py).
-#
-# Shapes: X = ranges of a query, T = flat query tokens, S = sequences, Q = tokens of a tile.
 
 
 class RangeArrays(NamedTuple):

@@ -20,7 +20,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
@@ -36,7 +35,9 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
 )
 from ropewalk.model_runtime.cpu_kernels.low_bits.pair_codes import emit_pair_codes
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of, target_features, vectors
+from ropewalk.model_runtime.cpu_kernels.register_sums import store_sums
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, address_of
+from ropewalk.model_runtime.cpu_kernels.target import target_features, vectors
 
 QUAD = 4  # inputs in a lane
 # How far ahead memory is prefetched. One row took up to 1.5 times as long with 4 KiB on an AMD EPYC

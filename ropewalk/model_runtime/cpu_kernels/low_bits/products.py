@@ -16,7 +16,6 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import add_products
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, Format
@@ -28,6 +27,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.widen import (
     numbers_of,
     widener,
 )
+from ropewalk.model_runtime.cpu_kernels.register_sums import add_products
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
     PANEL,

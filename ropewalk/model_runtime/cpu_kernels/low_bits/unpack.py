@@ -15,12 +15,10 @@ from numba.extending import intrinsic
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
-    HAS_FLOAT_TABLES,
     constant_ints,
     emit_floats,
     emit_halves,
     emit_joined,
-    emit_looked_up,
     emit_numbers,
     emit_powers,
     emit_signed,
@@ -28,6 +26,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     emit_words,
     further,
 )
+from ropewalk.model_runtime.cpu_kernels.low_bits.lookups import HAS_FLOAT_TABLES, emit_looked_up
 from ropewalk.model_runtime.cpu_kernels.simd import (
     LANES,
     WIDTH,
@@ -36,8 +35,8 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     emit_constant,
     emit_fma,
     emit_store,
-    vectors,
 )
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 
 _FEWEST_INPUTS = 4  # that straight code unpacks
 

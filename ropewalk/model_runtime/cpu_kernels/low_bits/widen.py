@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.choose import chooser
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
+from ropewalk.model_runtime.cpu_kernels.register_sums import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 # How far ahead memory is prefetched: more than a latency of 100 ns at 30 GB/s, and not much more.

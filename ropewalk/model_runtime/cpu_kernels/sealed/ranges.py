@@ -1,6 +1,6 @@
 """The kernel of `attention_ranges.py` over sealed and open pages.
 
-It is a file of its own, because its import compiles, and few models read ranges of sealed pages.
+Its import compiles, so it is imported when the first sequence reads ranges of sealed pages.
 """
 
 from ropewalk.model_runtime.cpu_kernels.attention.attention_dot import SINGLY

@@ -46,8 +46,8 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     multiply,
     store,
     subtract,
-    target_features,
 )
+from ropewalk.model_runtime.cpu_kernels.target import target_features
 
 Bytes = NDArray[np.uint8]
 LINE = 64  # bytes in a cache line; a record is a whole number of them

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf.gguf_blocks import read_values
 from ropewalk.model_runtime.formats.gguf.gguf_file import GgufFile
+from ropewalk.model_runtime.formats.gguf.gguf_tensors import read_values
 
 # Keys that change no answer: notes of converters, and what other programs plan with.
 _WITHOUT_EFFECT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})

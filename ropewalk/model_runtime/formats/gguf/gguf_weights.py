@@ -12,10 +12,11 @@ import numpy as np
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.ggml import file_name_of
 from ropewalk.model_runtime.formats.gguf.gguf_architectures import architecture_of
-from ropewalk.model_runtime.formats.gguf.gguf_blocks import Blocks, read_blocks, read_tensor
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import Blocks
 from ropewalk.model_runtime.formats.gguf.gguf_file import GgufFile, TensorInfo
 from ropewalk.model_runtime.formats.gguf.gguf_hybrids import DeltaSizes, Order, logs_of_rates
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import served_tensors
+from ropewalk.model_runtime.formats.gguf.gguf_tensors import read_blocks, read_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,9 @@ import numpy as np
 import structlog
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     AttentionParams,

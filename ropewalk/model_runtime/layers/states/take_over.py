@@ -2,7 +2,6 @@
 
 A layer is recognised by the names and sizes of its parts. That is not proof of what it computes. So
 the self-check compares the model's logits, over several sequences, chunks and single tokens.
-It is a file of its own, because it names both kinds of layers, and patching names none.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.gguf.gguf_blocks import MXFP4_ORDER, are_finite
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import MXFP4_ORDER
+from ropewalk.model_runtime.formats.gguf.gguf_tensors import are_finite
 from ropewalk.model_runtime.formats.quantised_inventory import Inventory, QuantisedWeight
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix
 from ropewalk.model_runtime.loading.low_bits.hold import expert_holders, expert_matrices

@@ -24,7 +24,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import (
 )
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import widened
 from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
-from ropewalk.model_runtime.cpu_kernels.simd import vectors
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
 from ropewalk.model_runtime.layers.low_bits.rounded import round_activations

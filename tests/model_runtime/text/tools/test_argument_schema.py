@@ -10,9 +10,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from ropewalk.model_runtime.errors import RequestError
-from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, matcher_of, problem_of
+from ropewalk.model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
 from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
 from ropewalk.model_runtime.text.tools.tool_format import Tool
+from ropewalk.model_runtime.text.whitespace import ONE_SPACE
 from tests.model_runtime.text.tools.test_call_grammar import tokenizer, vocabulary
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.grammar import Grammar
-from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, matcher_of, problem_of
+from ropewalk.model_runtime.text.grammar_trial import matcher_of, problem_of
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
 from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
@@ -22,6 +22,7 @@ from ropewalk.model_runtime.text.tools.call_grammar import AnswerGrammar, Mode, 
 from ropewalk.model_runtime.text.tools.call_stream import whole_calls
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.model_runtime.text.tools.tool_format import ReasoningFormat, Tool, ToolCall
+from ropewalk.model_runtime.text.whitespace import ONE_SPACE
 from tests.doubles.tokens import byte_tokenizer_fast
 from tests.servers.tool_templates import TOOL_TEMPLATES
 

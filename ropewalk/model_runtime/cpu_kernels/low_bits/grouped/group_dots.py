@@ -20,12 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
-    emit_pair_products,
-    load_sums,
-    steps,
-    store_sums,
-)
+from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import emit_pair_products
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import AHEAD_BYTES, QUAD, emit_codes
@@ -35,6 +30,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import Rec
 from ropewalk.model_runtime.cpu_kernels.low_bits.groups import group_beginner
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import further
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
+from ropewalk.model_runtime.cpu_kernels.register_sums import load_sums, steps, store_sums
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     address_of,

@@ -22,11 +22,6 @@ import numpy as np
 import torch
 from numba import carray
 
-from ropewalk.model_runtime.cpu_kernels.attention.bf16_dot import (
-    add_products,
-    load_sums,
-    store_sums,
-)
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_of, chunk_unpacker
@@ -47,7 +42,8 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.rounded_rows import (
 )
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import table_at
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, vectors
+from ropewalk.model_runtime.cpu_kernels.register_sums import add_products, load_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
     PANEL,
@@ -57,6 +53,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     rows_adder,
     write_totals,
 )
+from ropewalk.model_runtime.cpu_kernels.target import vectors
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, run_shares
 
 _MOST_ROWS = 256  # whose sums are kept while a panel is read once

@@ -4,8 +4,8 @@ The sums are exact, so every processor has the same ones. VNNI adds the products
 one instruction. Older processors add two, in sixteen bits, which unsigned bytes up to 129 cannot
 overflow; larger ones are widened first. The rest compute in lanes of 32 bits.
 
-Shapes: R = rows and C = registers of a tile, as in `bf16_dot.py`. A quad is four neighbouring bytes
-of a lane.
+Shapes: R = rows and C = registers of a tile, as in `register_sums.py`. A quad is four neighbouring
+bytes of a lane.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from typing import Any
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, target_features
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
+from ropewalk.model_runtime.cpu_kernels.target import target_features
 
 MOST_CODE = 127  # magnitude of a signed byte
 _MOST_SHORT = 32_767
