@@ -115,7 +115,7 @@ _CONFIG_COMMANDS = {
     "check": Entry(
         "ropewalk.server.startup.check_command",
         "check",
-        "Show what `ropewalk serve` would serve here, without loading weights.",
+        "Show what `ropewalk serve` would serve here.",
     ),
 }
 

@@ -13,9 +13,8 @@ import torch
 from ropewalk.model_runtime.attention.batch import build_batch
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
+from ropewalk.model_runtime.loading.pack_model import expected_products
 from ropewalk.server.process.preflight import bound_primitives
 from ropewalk.server.settings.sections import CacheSettings
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
@@ -38,7 +37,7 @@ def warm(dtype: str) -> None:
         for batch in (laid.batch, build_batch(plain, page, CPU)):
             CpuAttention(batch).read(laid.read())
     bound_primitives(os.environ)  # as the command does; the products are remembered under it
-    expected_computing(PlainDevice("cpu"), PlainNumberType(dtype, getattr(torch, dtype).itemsize))
+    expected_products(torch.device("cpu"), getattr(torch, dtype))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,11 @@ class Teller:
         else:
             self._log.info("start", message=line)
 
+    def tell_of_imports(self) -> None:
+        """Print a line if torch and transformers are still to be imported, which takes seconds."""
+        if not {"torch", "transformers"} <= sys.modules.keys():
+            self.say("importing torch and transformers")
+
     def ready(self, version: str, banner: str, url: str) -> None:
         """Print what is served where."""
         if self._log is None:

@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, is_there
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
+from ropewalk.model_runtime.loading.hub.wanted import Wanted
 from ropewalk.server.process.hangups import end_process
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import SECTIONS, ServeSettings, load_settings
-from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.start import serve_model
 
@@ -47,18 +47,8 @@ def serve(**flags: Any) -> None:
         end_process(DIED)  # on a broken GPU torch's destructors may abort, with another code
 
 
-_NAMING = ("deployments", "model_aliases")  # settings that name deployments
-
-
 def _refuse_before_listening(settings: ServeSettings) -> None:
-    """Raise what can be told before the port opens, if there may be something.
-
-    The look takes 0.2 s. The servers on Ray have models of their own.
-    """
-    model, stated = settings.model, settings.model_fields_set
-    is_absent = model is not None and not is_hub_id(model) and not is_there(model)
-    names_some = not stated.isdisjoint({*DeploymentSettings.model_fields, *_NAMING})
-    if settings.replicas is None and (is_absent or names_some):
-        from ropewalk.server.startup.planning.dry_run import refuse_before_listening  # noqa: PLC0415
-
-        refuse_before_listening(settings)
+    """Raise ModelError for a model that is not there. The servers on Ray have their own models."""
+    model = settings.model
+    if model is not None and settings.replicas is None and not is_hub_id(model):
+        local_model(model, Wanted(weights=True, code=False), settings.revision)

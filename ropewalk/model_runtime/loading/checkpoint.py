@@ -17,11 +17,16 @@ from transformers import GenerationConfig
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import (
+    load_gguf_model,
+    load_gguf_tokenizer,
+)
 from ropewalk.model_runtime.loading.files.pretrained import (
     NO_ADAPTER,
     from_pretrained,
@@ -40,6 +45,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.model_runtime.loading.pack_model import (
     BY_TORCH,
@@ -52,7 +58,6 @@ from ropewalk.model_runtime.loading.pack_model import (
 from ropewalk.model_runtime.loading.patch_model import (
     patch_with_states,
     plans_of_part,
-    read_native_rope,
 )
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.self_check import (
@@ -94,8 +99,7 @@ class Checkpoint:
     device: torch.device
     report: SelfCheckReport  # of the self-check
     products: str  # layout of the weights and kernel of their products
-    stored: Scheme | None = None  # how the files store the weights, if they are quantised
-    weight_bytes: int | None = None  # of such weights, once loaded
+    outline: ModelConfig | None = None  # read before the weights; None: as for `source`
     source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
     versions: Mapping[Path, str | None] = field(
         default_factory=dict
@@ -136,8 +140,6 @@ def load_checkpoint(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     where, number_type = model_config.device, model_config.dtype
-    assert isinstance(where, torch.device)
-    assert isinstance(number_type, torch.dtype)
     if weights == "int8":
         refuse_int8(where.type, is_divided=division is not None)
     if activations == "int8":  # its refusals
@@ -153,7 +155,9 @@ def load_checkpoint(
         how = weights, activations
         loaded = _load_gguf(path, model_config, how, on_phase, division)
         left_out += loaded.left_out
-        return replace(loaded, source=path, versions=versions, left_out=left_out)
+        return replace(
+            loaded, outline=model_config, source=path, versions=versions, left_out=left_out
+        )
     keeps_bits = _keeps_bits(weights, where, division)
     if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
         name = str(number_type).removeprefix("torch.")
@@ -166,27 +170,43 @@ def load_checkpoint(
             model_config, read_type, trust_remote_code=trust_remote_code, keeps_bits=keeps_bits
         )
         model = _placed(model, number_type, where, division)
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        generation = generation_of(model_config)
-        own_id = tokenizer.eos_token_id
+        tokenizer, end_ids = tokenizer_of(model_config)
         low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
         checkpoint = prepare_model(
             model,
             tokenizer,
-            generation.end_ids.union(() if own_id is None else (own_id,)),
-            generation.sampling,
+            end_ids,
+            generation_of(model_config).sampling,
             on_phase,
             activations=activations,
             division=division,
         )
         left_out += checkpoint.left_out
-        checkpoint = replace(
-            checkpoint, source=path, versions=versions, left_out=left_out, **low_bits
+        return replace(
+            checkpoint,
+            outline=model_config,
+            source=path,
+            versions=versions,
+            left_out=left_out,
+            **low_bits,
         )
-        if model_config.stored is None:
-            return checkpoint
-        num_bytes = None if checkpoint.low_bits else model_config.num_weight_bytes()
-        return replace(checkpoint, stored=model_config.stored, weight_bytes=num_bytes)
+
+
+def tokenizer_of(outline: ModelConfig) -> tuple[Tokenizer, frozenset[int]]:
+    """Return a checkpoint's tokenizer, and the tokens that end an answer. Raises ModelError."""
+    path = Path(outline.source)
+    if path.is_file():
+        return load_gguf_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=outline.trust_remote_code)
+    own_id = tokenizer.eos_token_id
+    return tokenizer, generation_of(outline).end_ids.union(() if own_id is None else (own_id,))
+
+
+def rowless_ends(end_ids: frozenset[int], vocab_size: int) -> dict[int, str]:
+    """Return the end tokens that a model has no row for, each with a sentence for the operator."""
+    told = f"has no row of {vocab_size}; it ends no answer"
+    rowless = sorted(each for each in end_ids if not 0 <= each < vocab_size)
+    return {each: f"the tokenizer's end token {each} {told}" for each in rowless}
 
 
 def _keeps_bits(weights: Weights, device: torch.device, division: Division | None) -> bool:
@@ -227,16 +247,7 @@ def _load_gguf(
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
     weights, activations = how
-    from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf  # noqa: PLC0415
-    from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters  # noqa: PLC0415
-    from ropewalk.model_runtime.loading.files.gguf_checkpoint import (  # noqa: PLC0415
-        load_gguf_model,
-        load_gguf_tokenizer,
-    )
-
     where, number_type = model_config.device, model_config.dtype
-    assert isinstance(where, torch.device)
-    assert isinstance(number_type, torch.dtype)
     file = read_gguf(path)
     types = (each.type_name for each in file.tensors.values())
     keeps_bits = _keeps_bits(weights, where, division) and any(map(format_of_type, types))
@@ -331,7 +342,7 @@ def prepare_model(
         products = products_text(model, parameter.dtype)
     report = choose_forward(prompts, report, decoder)
     vocab_size = text_config(model).vocab_size
-    rowless = sorted(each for each in eos_token_ids if not 0 <= each < vocab_size)
+    rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(
         model,
         plans,
@@ -346,10 +357,7 @@ def prepare_model(
         products,
         states=states,
         rounding=rounding,
-        left_out=tuple(
-            f"the tokenizer's end token {each} has no row of {vocab_size}; it ends no answer"
-            for each in rowless
-        ),
+        left_out=tuple(rowless.values()),
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.loading.config_values import text_values
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.plain_config import text_values
 from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 
 _FILE = "generation_config.json"

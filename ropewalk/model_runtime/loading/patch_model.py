@@ -33,10 +33,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 from ropewalk.model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
 from ropewalk.model_runtime.layers.states.take_over import take_states
-from ropewalk.model_runtime.loading.plain_config import (
-    NO_ROTATION,
+from ropewalk.model_runtime.loading.config_values import (
     refuse_states_elsewhere,
-    refuse_unserved_attention,
     state_shapes,
     text_values,
 )
@@ -48,7 +46,7 @@ from ropewalk.model_runtime.runner.backends import (
     state_kernels_for,
 )
 from ropewalk.model_runtime.state_shape import StateShape
-from ropewalk.rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
+from ropewalk.rope import ALL_LAYERS, NativeRope
 
 # Carry the step to attention modules that their decoder layers call without keyword arguments.
 #
@@ -155,41 +153,6 @@ def _example_table(original: nn.Module, example: Tensor, layer_type: str | None)
         raise ModelError(f"{type(original).__name__} does not answer with a cosine and a sine")
     cosines: Tensor = tables[0]
     return cosines
-
-
-def read_native_rope(model: nn.Module) -> NativeRope:
-    """Return the tables of the checkpoint's config, compared bit for bit with the model's.
-
-    Raises ModelError if the model has no tables, other tables, or an unsupported rope block.
-    """
-    name = type(model).__name__
-    modules = rotary_modules(model)
-    if not modules:
-        raise ModelError(f"{name} {NO_ROTATION}")
-    values = text_values(model.config)
-    refuse_unserved_attention(name, values)
-    try:
-        native = native_rope(values)
-    except RopeConfigError as error:
-        raise ModelError(f"{name}: {error}") from error
-    for module, types in modules.values():
-        for layer_type in types:
-            _compare_table(name, module, layer_type, native)
-    return native
-
-
-def _compare_table(name: str, module: nn.Module, layer_type: str, native: NativeRope) -> None:
-    prefix = "" if layer_type == ALL_LAYERS else f"{layer_type}_"
-    held_P = getattr(module, f"{prefix}inv_freq").float().cpu()
-    held_factor = float(getattr(module, f"{prefix}attention_scaling", 1.0))
-    table = native.tables.get(layer_type) or native.tables.get(ALL_LAYERS)
-    if table is None:
-        raise ModelError(f"{name} has a rotary table for {layer_type}, its config has none")
-    own = table.frequencies()
-    if not torch.equal(held_P, own.inv_freq_P) or held_factor != own.attention_factor:
-        raise ModelError(
-            f"{name} rotates {layer_type} layers by another table than its config says"
-        )
 
 
 def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:

@@ -23,6 +23,12 @@ def factory_of(config: Any) -> Any:
     return AutoModelForCausalLM if kind is None or _has_text_class(config) else _for_text(kind)
 
 
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return the model of a config without memory for its weights."""
+    with torch.device("meta"):
+        return factory_of(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
 def config_of_model(config: Any) -> Any:
     """Return the config of the model that `factory_of` makes, which may be that of the text."""
     return config.get_text_config() if _has_text_class(config) else config

@@ -83,8 +83,7 @@ class Follower:
     def _load(self, values: Any) -> None:
         self._runner = self._checkpoint = None  # the memory of another model
         outline = read_model_config(**values)
-        trusts = values["trust_remote_code"]
-        plan = plan_of(outline, self.group.size, trust_remote_code=trusts)
+        plan = plan_of(outline, self.group.size)
         self._checkpoint = load_checkpoint(**values, division=ColumnDivision(plan, self.group))
 
     def _build(self, values: Any) -> None:

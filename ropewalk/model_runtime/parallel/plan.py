@@ -19,7 +19,6 @@ from torch import nn
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.probing.probe import text_config
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
@@ -44,20 +43,9 @@ class Plan:
     num_rank_parameters: int  # of one rank, with its part of a tied head
 
 
-def plan_of(outline: ModelConfig, size: int, *, trust_remote_code: bool = False) -> Plan:
-    """Return the plan of a model over `size` ranks. Raises ModelError if it cannot be divided.
-
-    `outline` has the config object of transformers.
-    """
-    name = outline.architecture
-    try:
-        with torch.device("meta"):
-            model = factory_of(outline.config).from_config(
-                outline.config, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # a config or its code may be anything
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{name}: {type(error).__name__}: {first_line}") from error
+def plan_of(outline: ModelConfig, size: int) -> Plan:
+    """Return the plan of a model over `size` ranks. Raises ModelError if it cannot be divided."""
+    model, name = outline.empty, outline.architecture
     for problem in _problems(outline, model, size):
         raise ModelError(f"tensor_parallel_size {size}: {name} {problem}")
     parts = dict(_parts(model))

@@ -131,9 +131,8 @@ class Ranks:
         """
         options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         outline = read_model_config(source, device=device, **options)  # type: ignore[arg-type]
-        assert isinstance(outline.device, torch.device)
         check_devices(self.size, device, outline.device)
-        plan = plan_of(outline, self.size, trust_remote_code=trust_remote_code)
+        plan = plan_of(outline, self.size)
         if self.followers is None:
             self._start(outline.device)
         assert self.followers is not None

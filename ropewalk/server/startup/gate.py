@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.loading.plain_config import refuse_absent
 from ropewalk.server.access.keys import (
     KEY_RULE,
     NAME_RULE,
@@ -139,7 +138,6 @@ def checked(settings: ServeSettings) -> KeyTable:
     problems = Problems()
     keys = problems.tried(lambda: checked_files(settings))
     problems.tried(lambda: chat_template_text(settings))
-    problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
     problems.tried(lambda: address_of(settings))
     problems.refuse()
     assert keys is not None, "it was read without a problem"

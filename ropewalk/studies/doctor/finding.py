@@ -21,8 +21,11 @@ class Finding:
     exit_code: int = USAGE_ERROR  # of `serve`, if it fails for the same reason
 
     def line(self) -> str:
+        """Return status, name, finding and action; a finding of several lines stands below."""
         action = f"; {self.action}" if self.action else ""
-        return " ".join(f"{self.status:<5} {self.name:<{_WIDTH}} {self.text}{action}".splitlines())
+        if "\n" in self.text:
+            return f"{self.status:<5} {self.name}\n{self.text}{action}"
+        return f"{self.status:<5} {self.name:<{_WIDTH}} {self.text}{action}"
 
 
 def checked(name: str, check: Callable[[], Finding]) -> Finding:

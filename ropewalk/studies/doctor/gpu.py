@@ -6,7 +6,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ropewalk.model_runtime.loading.plain_config import plain_device
 from ropewalk.server.process.torch_build import has_nvidia_gpu
 from ropewalk.server.process.triton_needs import try_cache_folder, try_compiler
 from ropewalk.server.settings.load import SettingsError
@@ -27,7 +26,7 @@ def gpu_findings(device: str, torch: TorchFacts | None) -> Iterator[Finding]:
     """
     is_found = torch is not None and bool(torch.gpus)
     is_used = device.startswith("cuda") or is_found
-    if plain_device(device) is not None or not (is_used or has_nvidia_gpu()):
+    if device == "cpu" or not (is_used or has_nvidia_gpu()):
         return
     checks = {"driver": lambda: check_driver(torch)}
     if find_spec("triton") is None:

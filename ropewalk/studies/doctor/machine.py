@@ -1,4 +1,4 @@
-"""Checks of the machine: processor, memory, disks and the port."""
+"""Checks of the machine: processor, disks and the port."""
 
 import os
 import platform
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.gate import checked_files, listening_socket
+from ropewalk.server.startup.gate import listening_socket
 from ropewalk.studies.doctor.finding import Finding
 
 _FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "amx-bf16", "neon", "bf16")
 _LEAST_KERNEL_BYTES = 20 << 20
-_LEAST_MEMORY, _LEAST_DISK = 2 << 30, 5 << 30
+_LEAST_DISK = 5 << 30
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -75,17 +75,6 @@ def check_kernel_cache() -> Finding:
     return Finding("ok", "kernel cache", f"{folder}, {state}")
 
 
-def check_memory() -> Finding:
-    """Check the memory of the machine or its container."""
-    from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory  # noqa: PLC0415
-
-    memory = machine_memory()
-    text = f"{size_text(memory.total)} in total, {size_text(memory.free)} free"
-    if memory.total < _LEAST_MEMORY:
-        return Finding("warn", "memory", text, "only small models fit, set kv_cache_gib")
-    return Finding("ok", "memory", text)
-
-
 def check_huge_pages() -> Finding:
     """Check that the kernel gives huge pages to weights and to the cache, which ask for them."""
     try:
@@ -118,15 +107,6 @@ def check_hub_cache() -> Finding:
         action = "free some, or set HF_HOME to a folder on a larger disk"
         return Finding("warn", "hub cache", text, action)
     return Finding("ok", "hub cache", text)
-
-
-def check_settings(settings: ServeSettings) -> Finding:
-    """Check the files, folders and packages that settings name, as `serve` does."""
-    try:
-        checked_files(settings)
-    except SettingsError as error:
-        return Finding("fail", "settings", str(error))
-    return Finding("ok", "settings", "files, folders and packages that they name can be used")
 
 
 def check_port(settings: ServeSettings) -> Finding:

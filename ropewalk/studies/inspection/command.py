@@ -28,8 +28,9 @@ def inspect(**flags: Any) -> None:
     The weights are loaded for --heads only. The settings are those of `serve`.
     """
     options = InspectOptions(**{each.name: flags.pop(each.name) for each in fields(InspectOptions)})
-    with sentences():
+    with sentences() as teller:
         settings = load_settings(given(flags))
+        teller.tell_of_imports()
         # Imported here, so that a wrong setting does not wait for the import of torch.
         from ropewalk.studies.inspection.report import inspect_model  # noqa: PLC0415
 

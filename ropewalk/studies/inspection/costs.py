@@ -27,12 +27,12 @@ class Costs:
     """The memory that a context takes."""
 
     kv_bytes_per_token: int
-    num_parameters: int | None  # None: a hub id without weights in the cache
-    parameter_bytes: int | None  # in the served dtype
+    num_parameters: int
+    parameter_bytes: int  # in the served dtype
     tied_head_bytes: int  # of the packed copy of a tied head
     file_bytes: int | None  # of a GGUF file; None: of other weights
     file_types: str | None  # the number types in it
-    weight_bytes: int | None  # held once loaded: parameters, and the copy
+    weight_bytes: int  # held once loaded: parameters, and the copy
     longest_context: int  # tokens, of any deployment
     memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
@@ -87,14 +87,14 @@ def costs_of(
     file_bytes, file_types = outline.gguf_storage() or (None, None)
     state_bytes = bytes_per_state(outline.states())
     holds = in_memory = None
-    if memory_gib is not None and weight_bytes is not None:
+    if memory_gib is not None:
         left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes - kv_stage_bytes
         holds = max(0, left // kv_bytes // page_size * page_size)
         in_memory = min(longest, replace(config, kv_cache_tokens=holds).longest_context)
     return Costs(
         kv_bytes,
         num_parameters,
-        None if num_parameters is None else num_parameters * outline.dtype.itemsize,
+        num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes() if low_bits is None else 0,
         file_bytes,
         file_types,
@@ -128,7 +128,7 @@ def _longest_bytes(config: EngineConfig, token_bytes: int) -> int:
 
 def too_small(costs: Costs, page_size: int) -> str | None:
     """Return the problem if the stated memory does not hold the weights and a page of the cache."""
-    if costs.memory_holds_tokens != 0 or costs.weight_bytes is None:
+    if costs.memory_holds_tokens != 0:
         return None
     page_bytes = page_size * costs.kv_bytes_per_token
     return (
@@ -154,11 +154,7 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
     if costs.state_bytes:
         states = size_text(costs.state_bytes)
         lines.append(f"states           {states} of a sequence of any length, in float32")
-    if costs.memory_gib is not None and costs.memory_holds_tokens is None:
-        lines.append(
-            f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"
-        )
-    elif costs.memory_gib is not None and not costs.memory_holds_tokens:
+    if costs.memory_gib is not None and not costs.memory_holds_tokens:
         lines.append(
             f"in {costs.memory_gib:g} GiB".ljust(17)
             + "0 tokens: the weights leave no room for a page of the cache"
@@ -192,8 +188,6 @@ def _stored_lines(costs: Costs) -> list[str]:
 
 def _weight_lines(costs: Costs) -> list[str]:
     """Return the size of the parameters, and the memory that they take once loaded."""
-    if costs.num_parameters is None or costs.parameter_bytes is None or costs.weight_bytes is None:
-        return ["parameters       unknown until loaded"]
     held = f"held in memory   {size_text(costs.weight_bytes)}"
     if costs.tied_head_bytes:
         copy = size_text(costs.tied_head_bytes)

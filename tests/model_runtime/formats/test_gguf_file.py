@@ -15,7 +15,7 @@ from ropewalk.model_runtime.formats.gguf import gguf_file as file
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, byte_vocabulary, same_weights
 from tests.servers.processes import run_here
@@ -71,7 +71,7 @@ def test_a_damaged_header_is_one_sentence(
     """Every sentence names the file."""
     path = changed(whole, tmp_path / "bad.gguf", at, new)
     with pytest.raises(ModelError, match=rf"bad\.gguf.*({sentence})"):
-        read_outline(path, device="cpu")
+        read_model_config(path, device="cpu")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.999])
@@ -81,7 +81,7 @@ def test_a_truncated_file_is_named(whole: Path, tmp_path: Path, share: float) ->
     path = tmp_path / "short.gguf"
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ModelError, match=r"short\.gguf.*(truncated|no GGUF file)"):
-        read_outline(path, device="cpu")
+        read_model_config(path, device="cpu")
 
 
 def test_any_byte_of_a_header_may_be_wrong(whole: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_any_byte_of_a_header_may_be_wrong(whole: Path, tmp_path: Path) -> None:
         new = bytes([int(generator.integers(0, 256))])
         path = changed(whole, tmp_path / "flipped.gguf", int(at), new)
         try:
-            outline = read_outline(path, device="cpu")
+            outline = read_model_config(path, device="cpu")
             outline.native(), outline.layers(), outline.num_weight_bytes()
         except ModelError as error:
             sentences.append(str(error))
@@ -170,7 +170,7 @@ def test_another_epsilon_of_olmo_is_refused(tmp_path: Path) -> None:
     olmo = next(case for case in CASES if case.name == "olmo")
     written = Written(metadata={"olmo.attention.layer_norm_epsilon": 1e-6})
     with pytest.raises(ModelError, match="layer_norm_epsilon must be 1e-05"):
-        read_outline(olmo.write(tmp_path / "a.gguf", written), device="cpu")
+        read_model_config(olmo.write(tmp_path / "a.gguf", written), device="cpu")
 
 
 def test_an_unread_number_type_is_named(whole: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_unread_number_type_is_named(whole: Path, tmp_path: Path) -> None:
     for number, text in ((9, "Q8_1"), (200, "200")):
         path = changed(whole, tmp_path / "t.gguf", at, struct.pack("<I", number))
         with pytest.raises(ModelError, match=f"token_embd.weight has number type {text}, which"):
-            read_outline(path, device="cpu")
+            read_model_config(path, device="cpu")
 
 
 def split(folder: Path) -> list[Path]:
@@ -246,7 +246,7 @@ def test_a_part_that_is_missing_or_renamed_is_named(tmp_path: Path) -> None:
     parts = split(tmp_path)
     parts[1].rename(tmp_path / "kept")
     with pytest.raises(ModelError, match=rf"and {parts[1].name} is not beside it"):
-        read_outline(tmp_path, device="cpu")
+        read_model_config(tmp_path, device="cpu")
     renamed = parts[0].rename(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"is one of \d parts.*does not end in -00001-of-"):
         read_gguf(renamed)
@@ -256,7 +256,7 @@ def test_a_part_that_is_missing_or_renamed_is_named(tmp_path: Path) -> None:
     expected = f"{parts[1]} is a part of a split model, and {parts[0].name} is not beside it"
     for source in (tmp_path, parts[1]):
         with pytest.raises(ModelError) as caught:
-            read_outline(source, device="cpu")
+            read_model_config(source, device="cpu")
         assert str(caught.value) == expected
 
 

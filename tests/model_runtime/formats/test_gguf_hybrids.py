@@ -15,7 +15,7 @@ from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, Reorder
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.gguf_cases import CASES, Case
 from tests.checkpoints.gguf_files import Written, quantised, same_weights
 from tests.checkpoints.random_blocks import like
@@ -61,7 +61,7 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     results = []
     for weights in ("stored", "dequantised"):
         loaded = load_checkpoint(path, device="cpu", weights=weights)
-        planned = planned_storage(read_outline(path, device="cpu"), weights, is_divided=False)
+        planned = planned_storage(read_model_config(path, device="cpu"), weights, is_divided=False)
         if planned is not None:
             assert loaded.low_bits is not None
             assert planned.by_format == loaded.low_bits.by_format
@@ -109,7 +109,7 @@ def test_heads_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     path = QWEN.write(tmp_path / "m.gguf", with_a_prediction_head(QWEN))
     model = QWEN.model()
     assert same_weights(load_gguf_model(path, gguf_config(path), torch.float32), model)
-    outline = read_outline(path, device="cpu")
+    outline = read_model_config(path, device="cpu")
     assert outline.num_parameters() == sum(each.numel() for each in model.parameters())
 
 
@@ -178,7 +178,7 @@ def test_metadata_that_cannot_be_served_are_one_sentence(
     """The sentence names the file and the key."""
     path = case.write(tmp_path / "odd.gguf", Written(metadata=metadata))
     with pytest.raises(ModelError, match=rf"odd\.gguf.*{sentence}"):
-        read_outline(path, device="cpu")
+        read_model_config(path, device="cpu")
 
 
 def test_a_growing_state_is_refused(tmp_path: Path) -> None:

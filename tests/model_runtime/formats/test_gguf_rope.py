@@ -12,7 +12,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_architectures import config_of
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.gguf_cases import CASES, Case
 from tests.checkpoints.gguf_files import Written
 
@@ -160,7 +160,7 @@ def test_scaling_keys_become_the_block_that_was_converted(
     plain = {"rope_type": "default", "rope_theta": 10_000.0}
     assert stated(path) == {**plain, **expected}
     assert (
-        read_outline(path, device="cpu").native().method.scaling.rope_type
+        read_model_config(path, device="cpu").native().method.scaling.rope_type
         == {
             **plain,
             **expected,
@@ -199,7 +199,7 @@ def test_a_key_that_is_not_understood_is_refused_by_name(
     """Nothing that changes answers is dropped."""
     path = llama_with(tmp_path / "m.gguf", {}, Written(metadata={f"llama.{key}": value}))
     with pytest.raises(ModelError, match=rf"m\.gguf.*{key.replace('.', '[.]')}"):
-        read_outline(path, device="cpu").native()
+        read_model_config(path, device="cpu").native()
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,6 @@ def test_a_block_that_reaches_beyond_the_context_length_was_added(
         "llama.rope.scaling.finetuned": is_finetuned,
     }
     path = llama_with(tmp_path / "m.gguf", {}, Written(metadata=metadata))
-    native = read_outline(str(path)).native()
+    native = read_model_config(str(path)).native()
     assert (native.added_block is None) == is_finetuned
     assert native.native_len == (131072 if is_finetuned else 32768)

@@ -11,7 +11,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS
 from ropewalk.model_runtime.formats.read_scheme import _READERS, read_scheme
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.quantised_cases import CASES, case
 from tests.checkpoints.quantised_files import Written, change_config
 
@@ -26,7 +26,7 @@ def refusal(folder: Path) -> str:
     sentence = str(caught.value)
     assert "\n" not in sentence
     with pytest.raises(ModelError) as planned:
-        read_outline(folder, device="cpu").num_weight_bytes()
+        read_model_config(folder, device="cpu").num_weight_bytes()
     assert str(planned.value) == sentence
     return sentence
 
@@ -249,7 +249,7 @@ def test_sizes_are_those_of_the_dequantised_checkpoint(each: Any, tmp_path: Path
     written.dequantised(tmp_path / "plain", torch.float32)
     for dtype in ("float32", "bfloat16"):
         expected = read_model_config(tmp_path / "plain", dtype=dtype, device="cpu")
-        for read in (read_outline, read_model_config):
+        for read in (read_model_config, read_model_config):
             found = read(written.folder, dtype=dtype, device="cpu")
             assert found.num_weight_bytes() == expected.num_weight_bytes()
             assert str(found.stored) == each.described

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.files.quantised_checkpoint import load_quantised
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.quantised_cases import CASES, case
 from tests.checkpoints.quantised_files import (
     Case,
@@ -149,7 +149,7 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_unpacks(
         assert str(checkpoint.stored) == "mxfp4"
         assert checkpoint.report.bitwise
         assert checkpoint.low_bits is not None
-        planned = planned_storage(read_outline(written.folder), "stored", is_divided=False)
+        planned = planned_storage(read_model_config(written.folder), "stored", is_divided=False)
         assert planned is not None
         assert planned.by_format == checkpoint.low_bits.by_format
         assert planned.num_bytes == checkpoint.low_bits.num_bytes

@@ -35,7 +35,8 @@ from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import forget_results, shared_inputs
 from ropewalk.model_runtime.loading import checkpoint as loading
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.oracles.triton_attention import use_triton

@@ -17,7 +17,8 @@ from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import NativeRope, Profile

@@ -22,7 +22,8 @@ from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp, fuse
 from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.layers.packed_linear import kind_of
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from tests.checkpoints.tiny_models import tiny_model
 
 

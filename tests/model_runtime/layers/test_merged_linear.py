@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from ropewalk.model_runtime.layers.merged_linear import MergedPart, join, shared_inputs
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from tests.checkpoints.tiny_models import tiny_model
 
 

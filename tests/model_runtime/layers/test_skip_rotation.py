@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
 from ropewalk.model_runtime.layers import skip_rotation
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from tests.checkpoints.tiny_models import tiny_model
 
 ARCHITECTURES = ["llama", "cohere", "gpt_neox", "phi3", "gemma3_text", "smollm3"]

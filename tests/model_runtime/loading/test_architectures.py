@@ -1,5 +1,6 @@
 """Every text decoder of transformers with rotation is on a list; unusual ones answer right."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
 from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -166,4 +168,4 @@ def test_attention_that_the_self_check_cannot_see_is_refused_by_its_field(
     with pytest.raises(ModelError, match=f"LlamaForCausalLM: {field}: is {value}, so"):
         outline.native()
     setattr(model.config, field, None)
-    assert not outline.native().carries_scaling
+    assert not replace(outline).native().carries_scaling

@@ -11,7 +11,8 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.loading import self_check as choosing
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check, choose_forward
 from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner

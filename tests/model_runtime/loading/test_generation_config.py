@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.generation_config import GenerationDefaults, generation_of
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
 from ropewalk.model_runtime.sampling_limits import SAMPLING_LIMITS
 from ropewalk.server.api.completion_schema import CompletionRequest
 from tests.checkpoints.gguf_cases import CASES
@@ -50,7 +50,7 @@ NEAR = st.sampled_from(
 
 
 def read(folder: Path) -> GenerationDefaults:
-    return generation_of(read_outline(folder, device="cpu"))
+    return generation_of(read_model_config(folder, device="cpu"))
 
 
 @pytest.fixture

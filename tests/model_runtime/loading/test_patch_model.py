@@ -8,7 +8,8 @@ import pytest
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import packed_linear
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
 from ropewalk.model_runtime.probing.untouched import original_logits
 from tests.checkpoints.tiny_models import tiny_model

@@ -7,7 +7,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from tests.checkpoints.tiny_models import tiny_model
 
 

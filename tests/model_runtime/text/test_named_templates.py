@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer
-from ropewalk.model_runtime.loading.plain_config import written_templates
 from ropewalk.model_runtime.text.chat_template import ChatTemplate, own_templates
 from ropewalk.model_runtime.text.tools.find_format import find_formats
 from ropewalk.server.settings.load import load_settings
@@ -67,7 +66,7 @@ def assert_renders_as(tokenizer: Any, template: ChatTemplate) -> None:
 def test_a_folders_templates_are_picked_as_in_transformers(how: str, tmp_path: Path) -> None:
     """Files replace the templates of tokenizer_config.json."""
     tokenizer = written(tmp_path, how)
-    assert own_templates(tokenizer) == written_templates(tmp_path) == NAMED
+    assert own_templates(tokenizer) == NAMED
     assert_renders_as(tokenizer, template_of(own_templates(tokenizer)))
 
 
@@ -115,7 +114,6 @@ def test_templates_without_a_default_are_a_sentence_at_start(tmp_path: Path) -> 
         tokenizer.apply_chat_template(CHAT)
     with pytest.raises(ModelError, match="has the chat templates rag, tool_use and none named"):
         template_of(own_templates(tokenizer))
-    assert written_templates(tmp_path) == own_templates(tokenizer)
 
 
 def test_a_broken_template_is_told_by_its_name() -> None:

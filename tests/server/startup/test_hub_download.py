@@ -11,8 +11,6 @@ import httpx
 import pytest
 from safetensors.torch import load, save
 
-from ropewalk.model_runtime.loading.hub.local_model import local_model
-from ropewalk.model_runtime.loading.hub.wanted import Wanted
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
 from tests.servers.hub_server import MODEL, FakeHub, serving, use_hub
@@ -94,7 +92,7 @@ def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         use_hub(monkeypatch, hub.url, str(tmp_path / "cache"), offline=False)
         checked = run_here("config", "check", str(file))
         assert checked.returncode == 0, checked.stderr
-        assert "weights not counted" in checked.stdout
+        assert "15.3 MiB weights" in checked.stdout
         assert "model.safetensors" not in hub.fetched()
         monkeypatch.setenv("ROPEWALK_REVISION", "v2")
         checked = run_here("config", "check", str(file))
@@ -104,21 +102,16 @@ def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.costly
 def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither downloads weights; `inspect` counts parameters when they are cached."""
+    """Neither downloads weights. Parameters are those of the config."""
     with serving(FakeHub({MODEL: {"main": FILES}})) as hub:
         use_hub(monkeypatch, hub.url, str(tmp_path), offline=False)
         inspected = run_here("inspect", MODEL, "--device", "cpu")
         assert inspected.returncode == 0, inspected.stderr
         assert "32 pairs, base 10000" in inspected.stdout
-        assert "3.476 million" not in inspected.stdout
-        diagnosed = run_here("doctor", MODEL, "--device", "cpu", "--port", "0")
-        assert "small: LlamaForCausalLM, cpu, float32, weights not downloaded" in diagnosed.stdout
-        assert "model.safetensors" not in hub.fetched()
-        local_model(MODEL, Wanted(weights=True))
-        hub.requests.clear()
-        inspected = run_here("inspect", MODEL, "--device", "cpu")
         assert "3.476 million" in inspected.stdout
-        assert not hub.fetched()
+        diagnosed = run_here("doctor", MODEL, "--device", "cpu", "--port", "0")
+        assert "LlamaForCausalLM, cpu, float32" in diagnosed.stdout
+        assert "model.safetensors" not in hub.fetched()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_contexts_that_the_cache_cuts_are_told(embedded: Checkpoint) -> None:
     assert "    tiers          256:1x 512:2x; beyond the longest context: 1024:4x 2048:8x" in small
     assert (
         "    warning        the KV cache holds contexts of 512 tokens, and the tiers are for 2048; "
-        "a larger kv_cache_gib or kv_cache_tokens holds more"
+        "a larger kv_cache_gib or kv_cache_tokens holds more, and so does a kv_cache_dtype of "
+        "fewer bits"
     ) in small
     for lines in (
         plan_lines(embedded),
@@ -166,23 +167,24 @@ def test_config_check_tells_the_same_as_serve() -> None:
 @pytest.mark.parametrize(
     ("template", "flags", "line"),
     [
-        ("{{ messages }}", {}, "  tool calls       generic, with our instructions"),
-        ("{{ tools }}", {}, None),
-        ("{{ tools }}", {"tool_format": "hermes"}, "  tool calls       hermes"),
-        ("{{ tools }}", {"tool_format": "none"}, "  tool calls       not served"),
-        ("{{ tools }}</think>", {"reasoning": "inline"}, "  reasoning        <think> (inline)"),
+        ("{{ messages }}", {}, "generic, with our instructions; reasoning: none known"),
+        ("{{ tools }}", {"tool_format": "none"}, "not served; reasoning: none known"),
+        (
+            "{{ messages }}</think>",
+            {"reasoning": "inline"},
+            "generic, with our instructions; reasoning: <think> (inline)",
+        ),
     ],
 )
 def test_config_check_tells_of_chats_what_the_template_shows(
-    tmp_path: Path, template: str, flags: dict[str, str], line: str | None
+    tmp_path: Path, template: str, flags: dict[str, str], line: str
 ) -> None:
-    """The rest is left out, because only a loaded tokenizer renders a template."""
+    """The formats are found as in a load."""
     path = tmp_path / "a.jinja"
     path.write_text(template)
     settings = load_settings({"chat_template": str(path), "device": "cpu", **flags})
     lines = outlook_lines(settings, outlook_of(settings))
-    told = [each for each in lines if each.startswith(("  tool calls ", "  reasoning "))]
-    assert told == ([] if line is None else [line])
+    assert f"  tool calls       {line}" in lines
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,10 @@ def test_no_device_but_a_cpu_promises_bits(
     assert (draft_tokens(checkpoint, config) > 0) is is_promised
 
 
-def test_config_check_promises_no_bits_on_a_gpu() -> None:
+def test_config_check_promises_no_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known without a load."""
+    module = "ropewalk.server.startup.planning.banner_lines"
+    monkeypatch.setattr(f"{module}.long_prompt_tokens", lambda _: 0)
     settings = load_settings({"device": "cpu"})
     outlook = outlook_of(settings)
     on_gpu = replace(outlook, outline=replace(outlook.outline, device=torch.device("cuda")))

@@ -12,11 +12,11 @@ from ropewalk.model_runtime import gpu_nodes
 from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.loading.model_config import read_model_config
-from ropewalk.model_runtime.loading.plain_config import (
+from ropewalk.model_runtime.loading.config_values import (
     state_shapes,
     text_values,
 )
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe

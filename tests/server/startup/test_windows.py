@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
-from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.rope import NativeRope, native_rope
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
@@ -124,9 +124,7 @@ def test_a_config_tells_the_windows_of_the_loaded_model(name: str) -> None:
     elif name == "phi3":
         more = {"sliding_window": 24}
     config = tiny_config(name, **more)
-    outline = ModelConfig(
-        "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
-    )
+    outline = ModelConfig("there", config, torch.float32, torch.device("cpu"), has_weights=False)
     loaded = tiny_checkpoint(name, **more).windows
     assert outline.windows() == loaded
     assert any(loaded.values()) == (name != "llama")
@@ -135,9 +133,7 @@ def test_a_config_tells_the_windows_of_the_loaded_model(name: str) -> None:
 def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     """The longest context takes less than its tokens in all layers."""
     config = tiny_config("gemma3_text", max_position_embeddings=4096)
-    outline = ModelConfig(
-        "there", config, PlainNumberType("float32", 4), PlainDevice(), has_weights=False
-    )
+    outline = ModelConfig("there", config, torch.float32, torch.device("cpu"), has_weights=False)
     settings = load_settings({"rope_scaling": PLAIN})
     deployments = plan_deployments(settings, outline.native())
     shapes = outline.layers()

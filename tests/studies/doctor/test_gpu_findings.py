@@ -63,7 +63,6 @@ def test_a_machine_that_computes_on_a_cpu_has_no_such_lines(
     monkeypatch.setattr(gpu, "has_nvidia_gpu", lambda: False)
     assert not list(gpu_findings("auto", facts("13.0", finds_gpu=False)))
     monkeypatch.setattr(gpu, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "plain_device", lambda _: None)
     found = list(gpu_findings("auto", facts("13.0", finds_gpu=False)))
     assert [(each.name, each.status) for each in found] == [(name, "warn") for name in NAMES]
 

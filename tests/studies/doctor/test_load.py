@@ -1,4 +1,4 @@
-"""`ropewalk doctor --load` loads what `serve` loads, and fails with its sentence and exit code."""
+"""`config check --load` and `doctor --load` load what `serve` loads, and fail with its sentence."""
 
 import json
 import re
@@ -45,51 +45,37 @@ def broken(folder: Path, spoil: Callable[[Tensors], None]) -> str:
     return str(folder)
 
 
-def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """The exit code and the findings by name."""
-    ended = run_here("doctor", *HERE, "--json", *arguments)
-    return ended.returncode, {each["name"]: each for each in json.loads(ended.stdout)["checks"]}
+def last_finding(*arguments: str) -> tuple[int, dict[str, str]]:
+    """The exit code of `doctor --load`, and its last finding."""
+    ended = run_here("doctor", *HERE, "--json", "--load", *arguments)
+    found: dict[str, str] = json.loads(ended.stdout)["checks"][-1]
+    return ended.returncode, found
 
 
 def test_a_model_that_works_is_loaded_checked_and_asked() -> None:
-    """Each part is a line with its seconds. The embedded model is the default."""
-    ended = run_here("doctor", *HERE, "--load", "--kv-cache-tokens", "1024")
-    assert ended.returncode == 0, ended.stdout
-    parts = [re.split("  +", line[6:], maxsplit=1) for line in ended.stdout.splitlines()[-4:]]
-    assert [name for name, _ in parts] == ["model", "load", "self-check", "completion"]
-    (_, model), (_, load), (_, check), (_, completion) = parts
-    assert "--load" not in model
-    assert re.fullmatch(r"LlamaForCausalLM on cpu in float32, \d+\.\d s", load)
-    expected = r"logits within \S+ of \S+, the same bits in any batch, \d+\.\d s"
-    assert re.fullmatch(expected, check)
-    assert re.fullmatch(r'Hello ".+", \d+\.\d s', completion)
-
-
-def test_without_load_the_model_says_what_was_not_checked() -> None:
-    """No line stands for a part that was not tried."""
-    code, found = findings()
-    assert code == 0
-    assert "not loaded: --load loads it, runs the self-check" in found["model"]["finding"]
-    assert not {"load", "self-check", "completion"} & set(found)
+    """`doctor` prints the same lines below its own. The embedded model is the default."""
+    flags = ("--load", "--kv-cache-tokens", "1024", *HERE)
+    ended = run_here("config", "check", *flags)
+    assert ended.returncode == 0, ended.stderr
+    *_, check, completion = ended.stdout.splitlines()
+    assert check == "  self-check       passed; answers are the same in any batch to the bit"
+    assert re.fullmatch(r'  completion       Hello ".+"', completion)
+    assert ended.stdout in run_here("doctor", *flags).stdout
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    ("spoil", "part"),
-    [(without_a_weight, "load"), (with_nan, "load"), (with_huge, "self-check")],
-)
+@pytest.mark.parametrize("spoil", [without_a_weight, with_nan, with_huge])
 def test_weights_that_cannot_be_served_fail_as_in_serve(
-    tmp_path: Path, spoil: Callable[[Tensors], None], part: str
+    tmp_path: Path, spoil: Callable[[Tensors], None]
 ) -> None:
-    """Sentence and exit code are those of `serve`. The check of the model alone passes."""
+    """Sentence and exit code are those of `serve`. The check without a load passes."""
     folder = broken(tmp_path, spoil)
-    code, found = findings(folder, "--load")
+    assert run_here("config", "check", folder, *HERE).returncode == 0
+    code, found = last_finding(folder)
     served = run_to_end("serve", folder, *HERE)
     sentence = " ".join(re.findall("^ropewalk: (.*)$", served.stderr, re.MULTILINE))
-    assert found["model"]["status"] == "ok"
-    assert list(found)[-1] == part
-    assert (code, found[part]["status"]) == (served.returncode, "fail") == (2, "fail")
-    assert " ".join(found[part]["finding"].splitlines()) == sentence
+    assert (code, found["status"], found["finding"]) == (2, "fail", sentence)
+    assert served.returncode == 2
 
 
 def test_an_error_of_the_program_has_the_exit_code_of_serve(
@@ -101,21 +87,13 @@ def test_an_error_of_the_program_has_the_exit_code_of_serve(
         raise RuntimeError("out of chalk\nand more")
 
     monkeypatch.setattr(load_service, "load_served", load_served)
-    code, found = findings("--load")
-    assert (code, found["load"]["finding"]) == (1, "unexpected RuntimeError: out of chalk")
-    assert found["load"]["action"] == "set ROPEWALK_TRACEBACK=1 and run `serve`"
+    code, found = last_finding()
+    assert (code, found["finding"]) == (1, "unexpected RuntimeError: out of chalk")
+    assert found["action"] == "set ROPEWALK_TRACEBACK=1 and run `serve`"
 
     def refused(*_: object) -> None:
         raise ModelError("no chalk")
 
     monkeypatch.setattr(load_service, "load_served", refused)
-    code, found = findings("--load")
-    assert (code, found["load"]["finding"], found["load"]["action"]) == (2, "no chalk", None)
-
-
-@pytest.mark.costly
-def test_a_model_that_fails_its_check_is_not_loaded(tmp_path: Path) -> None:
-    """The line says so."""
-    code, found = findings(str(tmp_path), "--load")
-    assert code == 2
-    assert found["load"]["finding"] == "not tried, because the check of the model failed"
+    code, found = last_finding()
+    assert (code, found["finding"], found["action"]) == (2, "no chalk", None)

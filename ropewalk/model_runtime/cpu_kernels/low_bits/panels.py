@@ -18,6 +18,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, P
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import widener
 
 Bytes = NDArray[np.uint8]
+NO_BYTES: Bytes = np.empty(0, np.uint8)  # of panels that are only planned
 _MOST = 127  # of int8, so that a weight and its negative are stored alike
 MOST_MAGNITUDE = _MOST * float(np.finfo(np.float16).max)  # of a weight
 _PANELS_AT_ONCE = 16  # while packing, so that temporary copies stay small

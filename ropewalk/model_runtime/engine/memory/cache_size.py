@@ -1,18 +1,11 @@
-"""The size of a cache: limits, memory of the machine, and the uses of a device's memory.
-
-Planning imports this module, so it imports torch only for a GPU.
-"""
+"""The size of a cache: limits, memory of the machine, and the uses of a device's memory."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
-
-if TYPE_CHECKING:
-    import torch
-
-    from ropewalk.model_runtime.loading.plain_config import PlainDevice
 
 _CPU_SHARE = 0.25  # of the free memory
 _STEP_SHARE = 0.1  # estimate: of the GPU memory beside the weights, for a step's tensors
@@ -55,18 +48,15 @@ def sized(
     return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 
 
-def gpu_bytes(device: "torch.device | PlainDevice") -> int | None:
+def gpu_bytes(device: torch.device) -> int | None:
     """Return the memory of a GPU, whoever uses it; None for a CPU."""
     if device.type != "cuda":
         return None
-    import torch  # noqa: PLC0415  # a plan for a CPU needs no torch
-
-    assert isinstance(device, torch.device)
     return torch.cuda.mem_get_info(device)[1]
 
 
 def affordable_bytes(
-    device: "torch.device | PlainDevice", gpu_utilization: float, num_bytes_to_come: int = 0
+    device: torch.device, gpu_utilization: float, num_bytes_to_come: int = 0
 ) -> int:
     """Return the default memory of a cache: a fraction of the free memory, less what is to come.
 
@@ -75,9 +65,6 @@ def affordable_bytes(
     `gpu_utilization` of the device. The estimate is a fraction of the rest.
     """
     if device.type == "cuda":
-        import torch  # noqa: PLC0415  # a plan for a CPU needs no torch
-
-        assert isinstance(device, torch.device)
         free, total = torch.cuda.mem_get_info(device)
         left = total * gpu_utilization - (total - free) - num_bytes_to_come
         return max(0, int(left * (1 - _STEP_SHARE)))

@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_json, read_object
-from ropewalk.model_runtime.loading.plain_config import check_values
+from ropewalk.model_runtime.loading.config_values import check_values
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model"  # of peft
@@ -23,7 +23,8 @@ def check_files(folder: Path, *, has_weights: bool) -> None:
     for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ModelError(f"{path} must be a file; a pipe, socket or device is not read")
-    lacks_weights = has_weights and not _weights(folder)
+    has_some = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    lacks_weights = has_weights and not has_some
     if (folder / ADAPTER).is_file() and (lacks_weights or not (folder / "config.json").is_file()):
         raise ModelError(f"{folder} has an adapter without its model: {MERGE}")
     for name in ("config.json", "tokenizer.json"):
@@ -35,7 +36,7 @@ def check_files(folder: Path, *, has_weights: bool) -> None:
     if lacks_weights:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
-        raise ModelError(f"{folder} has no weights in safetensors{beside}")
+        raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}{beside}")
     for path in weight_files(folder) if has_weights else ():
         try:
             with safe_open(path, framework="np"):
@@ -52,7 +53,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index, single = folder / INDEX, folder / SINGLE
     if single.is_file() or not index.is_file():
-        return [single] if single.is_file() else _weights(folder)
+        return [single] if single.is_file() else []
     try:
         names = weight_map_files(index)
     except ValueError as error:
@@ -61,11 +62,6 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}, which its index names")
     return [folder / name for name in names]
-
-
-def _weights(folder: Path) -> list[Path]:
-    """Return all files of weights in a folder, without an adapter's."""
-    return sorted(path for path in folder.glob("*.safetensors") if is_of_model(path.name))
 
 
 def is_of_model(name: str) -> bool:

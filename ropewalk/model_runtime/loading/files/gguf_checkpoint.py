@@ -5,6 +5,7 @@ drops `rope.scaling.*`, `rope_freqs.weight` and each key that it does not know.
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ropewalk.model_runtime.formats.gguf.gguf_architectures import config_of
-from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_file import GgufFile, read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
 from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import read_tokenizer
 from ropewalk.model_runtime.formats.gguf.gguf_weights import Weights
@@ -69,7 +70,7 @@ def load_gguf_model(
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(each.shape) for name, each in empty.state_dict().items()}
-    weights = Weights(file, config_of(file), shapes)
+    weights = weights_of(file, empty)
     panels = _panels(weights, empty) if keeps_bits else {}
     experts = _expert_panels(weights, empty) if keeps_bits else {}
     held = {*panels, *(f"{name}.{each}" for name, found in experts.items() for each in found)}
@@ -87,6 +88,29 @@ def load_gguf_model(
         )
     left = sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"])))
     assert not left, left  # `Weights` has compared all names
+    _hold(model, weights, panels, experts)
+    return model
+
+
+def weights_of(file: GgufFile, model: Any) -> Weights:
+    """Return a file's weights by the names of a model, which needs none. Raises ModelError."""
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    return Weights(file, config_of(file), shapes)
+
+
+def hold_stored(model: Any, weights: Weights) -> None:
+    """Give a model without weights the panels of a file, without their numbers, in place."""
+    panels = _panels(weights, model, reads=False)
+    _hold(model, weights, panels, _expert_panels(weights, model, reads=False))
+
+
+def _hold(
+    model: Any,
+    weights: Weights,
+    panels: Mapping[str, "list[LowBitPanels]"],
+    experts: Mapping[str, Mapping[str, ExpertMatrix]],
+) -> None:
+    """Give modules their panels, and the order of the file, in place."""
     orders = {name: weights.order_left(name, in_bits=name in panels) for name in holders(model)}
     changed = {name: order for name, order in orders.items() if not order.is_same}
     hold(model, {name: each[0] for name, each in panels.items() if name not in changed})
@@ -94,12 +118,15 @@ def load_gguf_model(
         hold_reordered(model, name, panels.get(name, ()), order)
     for name, matrices in experts.items():
         hold_experts(model, name, matrices)
-    return model
 
 
-def _panels(weights: Weights, model: Any) -> dict[str, "list[LowBitPanels]"]:
-    """Return the panels of all weights that can stay in the bits of the file, by their tensors."""
+def _panels(weights: Weights, model: Any, *, reads: bool = True) -> dict[str, "list[LowBitPanels]"]:
+    """Return the panels of all weights that can stay in the bits of the file, by their tensors.
+
+    Without `reads` they have no memory.
+    """
     from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        NO_BYTES,
         PanelWriter,
         Parts,
     )
@@ -112,8 +139,9 @@ def _panels(weights: Weights, model: Any) -> dict[str, "list[LowBitPanels]"]:
         for part, (info, kind) in enumerate(zip(infos, kinds, strict=True)):
             if kind is None or not can_hold(name, info.shape, kind):
                 break
-            writer = PanelWriter(kind, info.num_rows, info.shape[-1])
-            for first, blocks in weights.blocks(name, part):
+            memory = None if reads else NO_BYTES
+            writer = PanelWriter(kind, info.num_rows, info.shape[-1], memory)
+            for first, blocks in weights.blocks(name, part) if reads else ():
                 writer.write(first, Parts(kind, *blocks))
             panels.append(writer.panels)
         if panels and len(panels) == len(infos):
@@ -121,8 +149,13 @@ def _panels(weights: Weights, model: Any) -> dict[str, "list[LowBitPanels]"]:
     return found
 
 
-def _expert_panels(weights: Weights, model: Any) -> dict[str, dict[str, ExpertMatrix]]:
-    """Return the matrices of all experts that can stay in the bits of the file, by their layer."""
+def _expert_panels(
+    weights: Weights, model: Any, *, reads: bool = True
+) -> dict[str, dict[str, ExpertMatrix]]:
+    """Return the matrices of all experts that can stay in the bits of the file, by their layer.
+
+    Without `reads` they have no memory.
+    """
     found = {}
     for name, module in expert_holders(model).items():
         names = expert_matrices(module)
@@ -130,14 +163,16 @@ def _expert_panels(weights: Weights, model: Any) -> dict[str, dict[str, ExpertMa
         is_held = all(format_of_type(each) for parts in types for each in parts)
         if is_held and not module.is_transposed:
             found[name] = {
-                each: _expert_matrix(weights, f"{name}.{each}", module) for each in names
+                each: _expert_matrix(weights, f"{name}.{each}", module, reads=reads)
+                for each in names
             }
     return found
 
 
-def _expert_matrix(weights: Weights, name: str, experts: Any) -> ExpertMatrix:
+def _expert_matrix(weights: Weights, name: str, experts: Any, *, reads: bool) -> ExpertMatrix:
     """Copy a matrix of all experts from the file into panels, a piece of one expert at a time."""
     from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        NO_BYTES,
         PanelWriter,
         Parts,
         panel_memory,
@@ -151,12 +186,12 @@ def _expert_matrix(weights: Weights, name: str, experts: Any) -> ExpertMatrix:
         assert kind is not None
         shape = num_outputs // len(types), num_inputs
         size = kind.num_bytes(*shape)
-        memory = panel_memory(num_experts * size)
+        memory = panel_memory(num_experts * size) if reads else NO_BYTES
         writers = []
         for expert in range(num_experts):
             own = memory[expert * size : (expert + 1) * size]
             writers.append(PanelWriter(kind, *shape, memory=own))
-            for first, blocks in weights.expert_blocks(name, part, expert):
+            for first, blocks in weights.expert_blocks(name, part, expert) if reads else ():
                 writers[-1].write(first, Parts(kind, *blocks))
         parts_PE.append([each.panels for each in writers])
     return ExpertMatrix(list(zip(*parts_PE, strict=True)))

@@ -1,26 +1,20 @@
 """The part of a mixture's weights that one token reads, and the tokens a second that it allows.
 
-The sizes come from the files' headers. The speed is that of this machine's memory.
+The sizes are those of the model without memory. The speed is that of this machine's memory.
 """
 
 import os
-import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.loading.low_bits.planned import header_shapes
+from ropewalk.model_runtime.layers.experts.low_bit import is_experts
+from ropewalk.model_runtime.loading.config_values import text_values
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.plain_config import text_values
 from ropewalk.model_runtime.size_text import size_text
 
-_GGUF_EXPERTS = re.compile(r"_exps\.(weight|bias)$")
-_EXPERTS = re.compile(r"\.experts\.|(block_sparse_moe|mlp)\.(input|output)_linear\.weight$")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _RATE_BYTES = 1 << 28  # more than caches hold
@@ -48,19 +42,18 @@ class Active:
 
 
 def active_part(outline: ModelConfig, low_bits: Storage | None) -> Active | None:
-    """Return the part that a token reads; None without experts, or without weights.
+    """Return the part that a token reads; None without experts.
 
     `low_bits`: the storage of weights in few bits, if there are any.
     """
     values = text_values(outline.config)
     values.update(values.get("ffn_config") or {})  # DBRX
     num_experts, num_chosen = _number(values, _NUM_EXPERTS), _number(values, _NUM_CHOSEN)
+    layers = [each for each in outline.empty.modules() if is_experts(each)]
+    if num_experts is None or num_chosen is None or not layers or num_chosen > num_experts:
+        return None
     num_all = outline.num_parameters()
-    if num_experts is None or num_chosen is None or num_all is None:
-        return None
-    num_routed = sum(_routed(outline))
-    if not num_routed or num_chosen > num_experts:
-        return None
+    num_routed = sum(each.numel() for layer in layers for each in layer.parameters())
     floats = num_all * outline.dtype.itemsize, num_routed * outline.dtype.itemsize
     all_bytes, routed_bytes = floats
     if low_bits is not None:
@@ -90,14 +83,6 @@ def active_lines(active: Active | None, device_type: str) -> list[str]:
 def _number(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
     found = (values.get(name) for name in names)
     return next((each for each in found if type(each) is int and each > 0), None)
-
-
-def _routed(outline: ModelConfig) -> Iterator[int]:
-    """Yield the numbers of each tensor of experts."""
-    is_gguf = Path(outline.source).is_file()
-    for name, shape in header_shapes(outline):
-        if (_GGUF_EXPERTS if is_gguf else _EXPERTS).search(name):
-            yield prod(shape)
 
 
 def _read_rate(num_threads: int) -> float:

@@ -113,6 +113,20 @@ def quantisable(model: Any) -> list[str]:
     return [name for name, each in found if can_quantise(name, tuple(each.weight.shape))]
 
 
+def modules_for_int8(model: Any) -> tuple[list[str], list[str]]:
+    """Return the weights and the modules with experts that are quantised to int8.
+
+    Raises ModelError if no weight is or can be in few bits.
+    """
+    names, experts = quantisable(model), quantisable_experts(model)
+    if not (names or experts or storage_of(model).by_format):
+        raise ModelError(
+            f"weights: int8 needs linears with a multiple of {INT8.group} inputs and "
+            f"{PANEL} outputs or more, and {type(model).__name__} has none"
+        )
+    return names, experts
+
+
 def storage_of(model: Any) -> Storage:
     """Return the storage of a model whose modules have their panels, before it is packed."""
     found, seen = Storage(), set()
@@ -182,14 +196,9 @@ def quantise_model(model: Any, tokenizer: Any) -> Distance | None:
     no distance. Raises ModelError if nothing is or can be in few bits, if a weight is too large, or
     if the model does not run.
     """
-    names, experts = quantisable(model), quantisable_experts(model)
-    if not (names or experts) and storage_of(model).by_format:
-        return None
+    names, experts = modules_for_int8(model)
     if not (names or experts):
-        raise ModelError(
-            f"weights: int8 needs linears with a multiple of {INT8.group} inputs and "
-            f"{PANEL} outputs or more, and {type(model).__name__} has none"
-        )
+        return None
     token_ids = text_ids_of(model, tokenizer)[:_MOST_TOKENS]
     before_TV = logits_of(model, token_ids)
     modules = holders(model)

@@ -1,18 +1,32 @@
-"""The lines of the banner and of the dry run: the plan, access, limits and chats."""
+"""Write the banner of `serve`; `config check` prints the same before weights are loaded."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.active import active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.pack_model import expected_products
+from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.tools.find_format import ChatFormats
 from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import LimitSettings
 from ropewalk.server.startup.planning.serving_plan import ServingPlan, memory_text
+from ropewalk.server.wording import counted
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.parallel.ranks import Ranks
 
 # Beside the section of limits: what fills the queue, and what a chat may set.
 _NAMES = (
@@ -21,7 +35,64 @@ _NAMES = (
     "allowed_chat_template_kwargs",
 )
 
+_MEASURED = "a load measures how far that moves answers"
 _LARGE_SHARE = 0.25  # of a cache, for open pages; an operator should know
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A model and how it is served: planned from its config, or loaded."""
+
+    plan: ServingPlan
+    outline: ModelConfig
+    low_bits: Storage | None  # of weights in few bits; None: all are floats
+    rank_weight_bytes: int | None  # of one process of several; None: there is one
+    template: ChatTemplate
+    formats: ChatFormats
+    left_out: tuple[str, ...]  # a sentence for each value of its files that is not used
+
+
+def banner_lines(
+    settings: ServeSettings,
+    outlook: Outlook,
+    loaded: Checkpoint | None = None,
+    ranks: "Ranks | None" = None,
+) -> list[str]:
+    """Return the facts that an operator needs before the first request.
+
+    `loaded` adds what only a load finds, and `ranks` what several processes find.
+    """
+    outline, device = outlook.outline, outlook.outline.device
+    has_same_bits = None if loaded is None else loaded.report.bitwise
+    is_on_gpu = device.type == "cuda"
+    if is_on_gpu:
+        has_same_bits = False
+    if loaded is not None:
+        products = loaded.products
+    else:
+        products, numbers = expected_products(device, outline.dtype)
+        if outlook.low_bits is not None:
+            products = outlook.low_bits.products(numbers)
+    active = active_part(outline, outlook.low_bits)
+    return [
+        f"  model            {outline.architecture}, {device}, {_name(outline.dtype)}"
+        f"{_threads(settings, outline.device, loaded)}",
+        *_weight_lines(settings, outlook, loaded),
+        *(f"  {each}" for each in active_lines(active, device.type)),
+        *_rank_lines(settings, outlook, ranks),
+        *_torch_lines(),
+        *describe(outlook.plan),
+        *limit_lines(settings),
+        _chat_line(settings, outlook.formats),
+        *(
+            f"  warning          {each}"
+            for each in (outlook.template.plain_problem, *outlook.left_out)
+            if each is not None
+        ),
+        computing_line(products, _attention(device), has_same_bits=has_same_bits),
+        draft_line(settings.max_draft_tokens, is_on_gpu=is_on_gpu, is_exact=has_same_bits),
+        *([] if loaded is None else [self_check_line(has_same_bits=bool(has_same_bits))]),
+    ]
 
 
 def describe(plan: ServingPlan) -> list[str]:
@@ -93,7 +164,8 @@ def _shortened(deployment: Deployment) -> list[str]:
         return []
     return [
         f"    warning        the KV cache holds contexts of {deployment.max_len} tokens, and the "
-        f"tiers are for {longest}; a larger kv_cache_gib or kv_cache_tokens holds more"
+        f"tiers are for {longest}; a larger kv_cache_gib or kv_cache_tokens holds more, and so "
+        "does a kv_cache_dtype of fewer bits"
     ]
 
 
@@ -162,7 +234,7 @@ def _may_ask(deployment: Deployment) -> str:
 
 
 def computing_line(products: str, attention: str, *, has_same_bits: bool | None) -> str:
-    """Return the banner's line about products, attention and bits; the dry run prints it, too.
+    """Return the line about products, attention and bits.
 
     `has_same_bits`: whether answers have the same bits in any batch; None: a load tells.
     """
@@ -172,48 +244,8 @@ def computing_line(products: str, attention: str, *, has_same_bits: bool | None)
     return f"  products         {products}; attention: {attention}; bits: {bits}"
 
 
-def stored_text(stored: Scheme, dtype: object, num_bytes: int | None) -> str:
-    """Describe the weights of a quantised checkpoint; `num_bytes` is what they take once loaded."""
-    served = f"served in {str(dtype).removeprefix('torch.')}"
-    if num_bytes is not None:
-        served += f", {size_text(num_bytes)}"
-    note = "; activations are not quantised" if stored.has_activations else ""
-    return f"stored in {stored}, {served}{note}"
-
-
-def low_bits_text(storage: Storage, distance: object | None) -> str:
-    """Describe weights in few bits: formats, all memory of weights, and what it changes.
-
-    `distance` says how far int8 weights are from the stored ones; None: nothing was quantised.
-    """
-    text = (
-        f"{storage.formats}, {size_text(storage.num_bytes)} with scales and "
-        f"{size_text(storage.float_bytes)} of floats"
-    )
-    return f"{text}; {'the values of the file' if distance is None else distance}"
-
-
-def rounding_text(distance: object) -> str:
-    """Describe rounded activations; `distance` says how far that moves answers."""
-    return f"int8 with a scale for each {INT8.group} inputs; {distance}"
-
-
-def expert_lines(outline: ModelConfig, low_bits: Storage | None) -> list[str]:
-    """Return the banner's lines about a mixture's active weights; none for another model."""
-    active = active_part(outline, low_bits)
-    return [f"  {line}" for line in active_lines(active, outline.device.type)]
-
-
-def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:
-    """Return the banner's line about ranks; `bits` says how answers compare with those of one."""
-    return (
-        f"  tensor parallel  {size} ranks, {bits}; a rank holds {size_text(weight_bytes)} of "
-        f"weights and {size_text(cache_bytes)} of cache"
-    )
-
-
 def self_check_line(*, has_same_bits: bool) -> str:
-    """Return the banner's line about the self-check, and what is promised of answers."""
+    """Return the line about the self-check, and what is promised of answers."""
     exact = "to the bit" if has_same_bits else "within rounding"
     return f"  self-check       passed; answers are the same in any batch {exact}"
 
@@ -272,18 +304,95 @@ def limit_lines(settings: ServeSettings) -> list[str]:
     ]
 
 
-def chat_line(tools: str | None, reasoning: str | None) -> list[str]:
-    """Return the line about tool calls and reasoning; None: not known, and left out."""
-    if tools is None:
-        return [] if reasoning is None else [f"  reasoning        {reasoning}"]
+def _weight_lines(
+    settings: ServeSettings, outlook: Outlook, loaded: Checkpoint | None
+) -> list[str]:
+    """Return the lines about weights that are not stored as they are served, and roundings."""
+    outline, low_bits, lines = outlook.outline, outlook.low_bits, []
+    if outline.stored is not None:
+        text = f"stored in {outline.stored}, served in {_name(outline.dtype)}"
+        if low_bits is None:
+            text += f", {size_text(outline.num_weight_bytes())}"
+        if outline.stored.has_activations:
+            text += "; activations are not quantised"
+        lines.append(f"  weights          {text}")
+    if low_bits is not None:
+        distance: object = None if loaded is None else loaded.distance
+        if loaded is None and settings.weights == "int8":
+            distance = _MEASURED
+        floats = size_text(low_bits.float_bytes)
+        lines.append(
+            f"  weights          {low_bits.formats}, {size_text(low_bits.num_bytes)} with scales "
+            f"and {floats} of floats; {distance or 'the values of the file'}"
+        )
+    if settings.activations == "int8":
+        distance = _MEASURED if loaded is None else loaded.rounding
+        inputs = f"int8 with a scale for each {INT8.group} inputs"
+        lines.append(f"  activations      {inputs}; {distance}")
+    return lines
+
+
+def _rank_lines(settings: ServeSettings, outlook: Outlook, ranks: "Ranks | None") -> list[str]:
+    """Return the line about several ranks; none for one process."""
+    if outlook.rank_weight_bytes is None:
+        return []
+    bits = "within rounding"
+    if ranks is not None and ranks.has_same_bits:
+        bits = "same bits as one"
+    elif ranks is None and outlook.outline.device.type == "cpu":
+        bits = "a load tells their bits"
     return [
-        f"  tool calls       {tools}" + ("" if reasoning is None else f"; reasoning: {reasoning}")
+        f"  tensor parallel  {settings.tensor_parallel_size} ranks, {bits}; a rank holds "
+        f"{size_text(outlook.rank_weight_bytes)} of weights and "
+        f"{size_text(outlook.plan.rank_cache_bytes)} of cache"
     ]
 
 
-def warning_lines(*problems: str | None) -> list[str]:
-    """Return the lines about what does not work or is left out; None: nothing."""
-    return [f"  warning          {each}" for each in problems if each is not None]
+def _threads(settings: ServeSettings, device: torch.device, loaded: Checkpoint | None) -> str:
+    """Return a clause with the threads of torch; none for a GPU. A load has set them."""
+    if device.type != "cpu":
+        return ""
+    found = torch.get_num_threads()
+    if loaded is None:
+        found = settings.threads or max(1, found // settings.tensor_parallel_size)
+    return f", {counted(found, 'thread')}"
+
+
+def _attention(device: torch.device) -> str:
+    """Return what reads the cache, and on a GPU what reads prompts."""
+    if device.type != "cuda":
+        return described(device)
+    least = long_prompt_tokens(device)
+    long = f", from {least} tokens flash attention 4" if least else ""
+    return f"{described(device)}, prompts by flash attention 2{long}"
+
+
+def _torch_lines() -> list[str]:
+    """Return a line if the build of torch does not fit the machine's GPU, or none."""
+    build = TorchBuild(
+        torch.__version__,
+        torch.version.cuda,
+        getattr(torch.version, "hip", None),
+        torch.cuda.is_available(),
+    )
+    found = mismatch(build, has_node=has_nvidia_gpu())
+    return [] if found is None else [f"  warning          {found.text}; {found.action}"]
+
+
+def _chat_line(settings: ServeSettings, formats: ChatFormats) -> str:
+    """Return the line about tool calls and reasoning."""
+    tools = "not served"
+    if formats.tools is not None:
+        where = "of the chat template" if formats.tools.in_template else "with our instructions"
+        tools = f"{formats.tools.name}, {where}"
+    reasoning = "none known"
+    if formats.reasoning is not None:
+        reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
+    return f"  tool calls       {tools}; reasoning: {reasoning}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _access(settings: ServeSettings) -> str:

@@ -1,10 +1,14 @@
-"""The chat template that a server uses: the operator's, or the tokenizer's own ones."""
+"""Find the chat template that a server uses, and its formats of tool calls and reasoning."""
 
 from collections.abc import Callable, Mapping
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.text.chat_template import DEFAULT, RESERVED, ChatTemplate
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.server.settings.load import ServeSettings, SettingsError, chat_template_text
+
+Chat = tuple[ChatTemplate, ChatFormats]
 
 
 def chat_template_of(
@@ -31,3 +35,11 @@ def chat_template_of(
             f"{DEFAULT}, name a file (chat_template)"
         )
     return ChatTemplate(others.pop(DEFAULT, None), special_tokens, others)
+
+
+def chat_of(settings: ServeSettings, tokenizer: Tokenizer, vocab_size: int) -> Chat:
+    """Return the chat template and its formats of calls. Raises ModelError or SettingsError."""
+    template = chat_template_of(settings, tokenizer.own_templates, tokenizer.special_tokens_map)
+    # A marker whose token the model has no row for can only come as text.
+    special = {text: each for text, each in tokenizer.special_ids.items() if each < vocab_size}
+    return template, find_formats(template, special, settings.tool_format)

@@ -21,7 +21,7 @@ from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.expert_files import FILES, expert_file
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
@@ -152,7 +152,7 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     for weights in ("stored", "dequantised"):
         loaded = load_checkpoint(path, device="cpu", weights=weights)
         assert loaded.report.bitwise
-        planned = planned_storage(read_outline(path, device="cpu"), weights, is_divided=False)
+        planned = planned_storage(read_model_config(path, device="cpu"), weights, is_divided=False)
         if weights == "stored":
             assert planned is not None
             assert loaded.low_bits is not None
@@ -221,7 +221,9 @@ def test_a_layer_with_one_matrix_of_floats_stays_floats(tmp_path: Path) -> None:
     """The plan says the same."""
     path = expert_file(tmp_path / "m.gguf", ("Q8_0", "Q8_0", "F32"), case="qwen3moe", width=64)
     loaded = load_checkpoint(path, device="cpu")
-    assert planned_storage(read_outline(path, device="cpu"), "stored", is_divided=False) is None
+    assert (
+        planned_storage(read_model_config(path, device="cpu"), "stored", is_divided=False) is None
+    )
     assert loaded.low_bits is None
 
 

@@ -30,7 +30,7 @@ from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowB
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, as_float32, quantised
 from tests.checkpoints.random_blocks import like
@@ -219,7 +219,7 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     results = []
     for weights in ("stored", "dequantised"):
         loaded = load_checkpoint(path, device="cpu", weights=weights)
-        planned = planned_storage(read_outline(path, device="cpu"), weights, is_divided=False)
+        planned = planned_storage(read_model_config(path, device="cpu"), weights, is_divided=False)
         assert planned == loaded.low_bits or planned.num_bytes == loaded.low_bits.num_bytes
         assert (planned is None) == (weights == "dequantised")
         if planned is not None:
@@ -261,7 +261,7 @@ def test_int8_quantises_the_floats_of_a_file_beside_its_few_bits(tmp_path: Path)
     assert loaded.low_bits is not None
     assert set(loaded.low_bits.by_format) == {"Q4_0", "int8"}
     assert loaded.distance is not None
-    planned = planned_storage(read_outline(path, device="cpu"), "int8", is_divided=False)
+    planned = planned_storage(read_model_config(path, device="cpu"), "int8", is_divided=False)
     assert planned is not None
     assert planned.num_bytes == loaded.low_bits.num_bytes
 

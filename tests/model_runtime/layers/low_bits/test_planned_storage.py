@@ -13,7 +13,7 @@ from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.active import active_part
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, as_float32, quantised
 from tests.checkpoints.tiny_models import tiny_model
@@ -46,7 +46,7 @@ def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_
     assert loaded.distance is not None
     assert 0 < loaded.distance.divergence < 0.002
     assert loaded.low_bits is not None
-    outline = read_outline(EMBEDDED_MODEL, device="cpu")
+    outline = read_model_config(EMBEDDED_MODEL, device="cpu")
     planned = planned_storage(outline, "int8", is_divided=False)
     assert planned is not None
     assert planned.num_bytes == loaded.low_bits.num_bytes
@@ -66,7 +66,7 @@ def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dty
 
     path = case.write(tmp_path / "m.gguf", Written(encode=encode))
     planned = planned_storage(
-        read_outline(path, device="cpu", dtype=dtype), "stored", is_divided=False
+        read_model_config(path, device="cpu", dtype=dtype), "stored", is_divided=False
     )
     loaded = load_checkpoint(path, device="cpu", dtype=dtype)
     assert planned is not None
@@ -80,7 +80,7 @@ def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architectu
     """Their tensors have many names, and gates and ups may be one of them."""
     tiny_model(architecture).save_pretrained(tmp_path)
     byte_tokenizer_fast().save_pretrained(tmp_path)
-    outline = read_outline(tmp_path, device="cpu")
+    outline = read_model_config(tmp_path, device="cpu")
     planned = planned_storage(outline, "int8", is_divided=False)
     loaded = load_checkpoint(tmp_path, device="cpu", weights="int8").low_bits
     assert planned is not None
@@ -95,6 +95,6 @@ def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architectu
 
 def test_int8_is_refused_where_its_kernels_are_not() -> None:
     """A GPU, or several processes."""
-    outline = read_outline(EMBEDDED_MODEL, device="cpu")
+    outline = read_model_config(EMBEDDED_MODEL, device="cpu")
     with pytest.raises(ModelError, match="weights: int8 is not divided among processes"):
         planned_storage(outline, "int8", is_divided=True)

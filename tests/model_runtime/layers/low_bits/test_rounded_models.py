@@ -13,7 +13,7 @@ from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint, prepare_model
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, quantised
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
@@ -67,7 +67,7 @@ def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     assert loaded.rounding.agreement > 0.9
     assert "nats from exact activations" in str(loaded.rounding)
     planned = planned_storage(
-        read_outline(EMBEDDED_MODEL, device="cpu"), "int8", "int8", is_divided=False
+        read_model_config(EMBEDDED_MODEL, device="cpu"), "int8", "int8", is_divided=False
     )
     assert planned is not None
     assert loaded.low_bits is not None
@@ -109,7 +109,7 @@ def test_what_cannot_round_is_refused_with_the_settings_name(tmp_path: Path) -> 
         ModelError, match=r"^activations: int8 needs linears or experts with weights in few"
     ):
         load_checkpoint(EMBEDDED_MODEL, device="cpu", activations="int8")
-    outline = read_outline(EMBEDDED_MODEL, device="cpu")
+    outline = read_model_config(EMBEDDED_MODEL, device="cpu")
     with pytest.raises(ModelError, match="activations: int8 needs linears"):
         planned_storage(outline, "stored", "int8", is_divided=False)
     with pytest.raises(ModelError, match="activations: int8 is not divided among processes"):
