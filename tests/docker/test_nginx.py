@@ -148,10 +148,10 @@ def test_the_request_id_is_the_clients_or_nginxs(balanced: Balanced) -> None:
 
 
 def test_refusals_are_the_servers_and_their_metrics_are_not_mixed(balanced: Balanced) -> None:
-    """A body above the server's limit is below nginx's."""
+    """A body above the server's limit is below nginx's, and is a prompt beyond the context."""
     url = balanced.nginx.url
     large = httpx.post(f"{url}/v1/completions", content=b"x" * (9 * 2**20), timeout=LIMIT_S)
-    assert large.json()["error"]["code"] == "body_too_large"
+    assert large.json()["error"]["code"] == "context_length_exceeded"
     unknown = httpx.post(f"{url}/v1/completions", json={"unknown": 1})
     assert unknown.status_code == 400
     assert "unknown" in unknown.json()["error"]["message"]

@@ -2,7 +2,7 @@
 
 The environment is that of transformers 5: blocks trimmed, `break` and `continue`, the tag
 `generation`, the filter `tojson`, and the functions below. The process imports Jinja and the
-standard library only, so it starts in 60 ms. It answers what comes over its standard input, which
+standard library only, so it starts in 0.1 s. It answers what comes over its standard input, which
 is a socket, until that ends. The kernel ends it if an answer takes too long.
 
 Asked: JSON, {"template": text, "seconds": limit}, and "values" to render. Answered: one byte, an
