@@ -66,7 +66,7 @@ def _other_types(
     """Return the tiers of all other methods: same ceilings, each method's defaults."""
     has_lists = isinstance(method.scaling, LongRope)
     possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
-    tiers = {}
+    tiers: dict[str, tuple[Tier, ...]] = {}
     for name in possible if allowed is None else allowed:
         if name not in possible:
             raise RopeConfigError(
