@@ -29,7 +29,8 @@ from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.gpu.residual_layer import use_fewer_kernels
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
-from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.rope import Profile
 
 _NUM_LAYERS = (2, 4)
