@@ -29,7 +29,7 @@ def setting(
 
     `flags`: those of vLLM, SGLang and llama.cpp that mean the same.
     """
-    extra = {"unit": unit, "flags": list(flags)}
+    extra: dict[str, Any] = {"unit": unit, "flags": list(flags)}
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 

@@ -104,8 +104,8 @@ def _completion(loaded: "LoadedModel") -> str:
         ids = loaded.checkpoint.tokenizer.encode(_PROMPT)[: deployment.max_len]
         num_tokens = min(_NUM_TOKENS, deployment.max_len - len(ids) + 1)
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-        placement = deployment.place(RopeRequest(), len(ids), num_tokens)
-        (outputs,) = engine.generate([Request("check", tuple(ids), sampling, placement)])
+        tier_choice = deployment.choose(RopeRequest(), len(ids), num_tokens)
+        (outputs,) = engine.generate([Request("check", tuple(ids), sampling, tier_choice)])
     finally:
         engine.stop()
     if outputs[-1].finish_reason is FinishReason.ERROR:
