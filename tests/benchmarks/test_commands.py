@@ -126,7 +126,7 @@ def run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     [pytest.param(name, marks=() if name == IN_THE_SUITE else pytest.mark.long) for name in RUNS],
 )
 def test_a_benchmark_runs(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """It prints something, and its code is 0."""
+    """It prints or writes something, and its code is 0."""
     places = {"FOLDER": str(tmp_path)}
     arguments = [
         re.sub(
@@ -141,4 +141,4 @@ def test_a_benchmark_runs(name: str, request: pytest.FixtureRequest, tmp_path: P
         assert JUDGES[name] in ended.stderr
     else:
         assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.strip() or ended.stderr.strip()
+    assert ended.stdout.strip() or any(tmp_path.iterdir())
