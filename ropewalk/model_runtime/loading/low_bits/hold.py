@@ -139,7 +139,7 @@ def storage_of(model: Any) -> Storage:
                 seen.add(id(panels))
                 shape = panels.num_outputs, panels.num_inputs
                 is_product = kind is LowBitLinear
-                found.add(f"{name}.weight", shape, panels.kind, 0, is_product=is_product)
+                found.add(f"{name}.weight", shape, panels.kind, is_product=is_product)
     for name, module in modules:
         if type(module) is nn.Linear:
             weight = module.weight

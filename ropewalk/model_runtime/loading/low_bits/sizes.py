@@ -76,23 +76,8 @@ class Storage:
     # Bytes that floats take in addition if they join a product of few bits, by product and inputs.
     widening: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def add(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        kind: Format | None,
-        itemsize: int,
-        *,
-        is_product: bool = True,
-    ) -> None:
-        """Count a weight; `kind` None means a float of `itemsize` bytes.
-
-        `is_product` is false for an embedding whose weight is no head's.
-        """
-        if kind is None:
-            self.float_bytes += prod(shape) * itemsize
-            self.add_widening(name, shape, itemsize)
-            return
+    def add(self, name: str, shape: tuple[int, int], kind: Format, *, is_product: bool) -> None:
+        """Count a weight; `is_product` is false for an embedding whose weight is no head's."""
         num_bytes = kind.num_bytes(shape[0], shape[1])
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
         if is_product:
