@@ -16,7 +16,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import storage_of
 from ropewalk.model_runtime.formats.gguf.gguf_weights import find_gguf
-from ropewalk.model_runtime.formats.quantised_inventory import refuse_unstated
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory, refuse_unstated
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.loading.config_values import (
@@ -173,7 +173,7 @@ class ModelConfig:
     def _number(self, name: str, values: Mapping[str, Any]) -> int:
         value = values.get(name)
         if not isinstance(value, int):
-            raise ModelError(f"{self.architecture}: the config's {name} is not one number")
+            raise ModelError(f"{self.config.model_type}: the config's {name} is not one number")
         return value
 
 
@@ -216,9 +216,10 @@ def _take_scheme(config: Any, source: str | Path, *, has_weights: bool) -> Schem
     del config.quantization_config
     if hasattr(stated, "to_dict"):
         stated = stated.to_dict()
-    if not isinstance(stated, Mapping):
-        raise ModelError(f"{source}: quantization_config must be an object, got {stated!r}")
-    return read_scheme(stated, config.model_type, source)
+    scheme = read_scheme(stated, config.model_type, source)
+    if has_weights:
+        read_inventory(weight_files(Path(source)), scheme)  # for its refusals
+    return scheme
 
 
 def torch_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:

@@ -177,15 +177,6 @@ def test_a_snapshot_without_weights_is_planned_by_its_config(tmp_path: Path, nam
         assert outline.num_stored_bytes() is None
 
 
-def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    """The sentence has the value."""
-    shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": "gptq"}))
-    with pytest.raises(ModelError, match="quantization_config must be an object, got 'gptq'"):
-        read_model_config(tmp_path / "model", device="cpu")
-
-
 def test_models_without_rotary_positions_are_known_by_their_config() -> None:
     """The model without memory has no rotary module."""
     for name, class_name in (("bert", "BertLMHeadModel"), ("gptj", "GPTJForCausalLM")):
