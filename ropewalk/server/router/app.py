@@ -93,24 +93,31 @@ class RouterApp:
                 return
         await self._pass_on(scope, receive, send)
 
-    async def _page(self, scope: "Scope") -> _Read:
-        """Return the router's own metrics, or with ?server=URL those of a server."""
+    async def _page(self, scope: "Scope") -> _Read | None:
+        """Return the router's own metrics, or with ?server=URL those of a server.
+
+        Only who may see the metrics of a server learns whether the router knows an address.
+        """
         name = parse_qs(scope["query_string"].decode("latin-1")).get("server")
         if name is None:
             return 200, _TEXT, self._metrics.page(self._fleet.states(), self._fleet.refused())
-        server = self._fleet.servers.get(name[0])
-        if server is None:
+        server, usable = self._fleet.servers.get(name[0]), self._fleet.usable
+        if server is None and not usable:
+            return None
+        read = self._fleet.read(server or usable[0], "/metrics", _credentials(scope))
+        status, content = await read
+        if status == 200 and server is None:
             told = envelope("The router knows no such server.", "invalid_request_error")
             return 404, _JSON, json.dumps(told).encode()
-        status, content = await self._fleet.read(server, "/metrics", _credentials(scope))
         return status, _TEXT if status == 200 else _JSON, content
 
     async def _targets(self, scope: "Scope") -> _Read | None:
         """Return the servers' metrics as targets of Prometheus, if one lets the client see them."""
-        for server in self._fleet.usable[:1]:
-            status, content = await self._fleet.read(server, "/metrics", _credentials(scope))
-            if status != 200:
-                return status, _JSON, content
+        usable = self._fleet.usable
+        if not usable:
+            return None
+        status, content = await self._fleet.read(usable[0], "/metrics", _credentials(scope))
+        if status == 200:
             host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
             targets = [
                 {
@@ -120,8 +127,8 @@ class RouterApp:
                 for each in self._fleet.servers.values()
                 if not each.is_removed
             ]
-            return 200, _JSON, json.dumps(targets).encode()
-        return None
+            content = json.dumps(targets).encode()
+        return status, _JSON, content
 
     async def _stats(self, scope: "Scope") -> _Read | None:
         """Return the numbers of all servers together, if they let the client see them."""

@@ -66,7 +66,8 @@ def test_metrics_of_servers_need_the_keys_that_the_servers_ask_for() -> None:
         assert httpx.get(f"{url}/metrics").status_code == 200
         assert "ropewalk_generated" in targets(url, authorization="Bearer of-a-client")[0][1]
         for headers in ({}, {"authorization": "Bearer of-another"}):
-            for path in ("/metrics/servers", f"/metrics?server={server.url}", "/stats"):
+            of_one = (f"/metrics?server={each}" for each in (server.url, "http://127.0.0.1:1"))
+            for path in ("/metrics/servers", *of_one, "/stats"):
                 assert httpx.get(f"{url}{path}", headers=headers).status_code == 401
 
 
