@@ -135,7 +135,8 @@ class CallStream:
 
     def _json_call(self) -> _Parts:
         """Read an object. Arguments in front of the name come when the object is whole."""
-        text, name, arguments = self._text, "", None
+        text, name = self._text, ""
+        arguments: str | None = None
         yield from text.one_of("{")
         is_over = False
         while not is_over:
@@ -156,7 +157,9 @@ class CallStream:
         if not name or arguments is None:
             raise ValueError("no call")
         if arguments:
-            yield from (CallStart(name), arguments, CallEnd())
+            yield CallStart(name)
+            yield arguments
+            yield CallEnd()
 
     def _named_call(self) -> _Parts:
         name = yield from self._text.word(_NAME, self._tools)
