@@ -19,11 +19,6 @@ def attacked() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def breakable() -> Iterator[Server]:
     """A server whose engine can be stopped and made to fail, and that logs every line."""
-    flags = {
-        "--api-key": KEY,
-        "--send-timeout-seconds": "600",
-        "--shutdown-timeout-seconds": "0",
-    }
-    given = [f"{name}={value}" for name, value in flags.items()]
-    with running_server("--open-metrics", *given, module=MODULE) as running:
+    flags = ("--open-metrics", "--api-key", KEY, "--shutdown-timeout-seconds", "0")
+    with running_server(*flags, module=MODULE) as running:
         yield running

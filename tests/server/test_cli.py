@@ -131,7 +131,7 @@ def test_a_wrong_template_and_wrong_deployments_are_told_at_once(tmp_path: Path)
         *("--chat-template", str(tmp_path / "chat.jinja")),
     )
     assert ended.returncode == 2
-    first, second = ended.stderr.splitlines()
+    first, second = (each for each in ended.stderr.splitlines() if each.startswith("ropewalk: "))
     assert first.startswith("ropewalk: the chat template, line 1: ")
     assert second.startswith("ropewalk: deployments: a: max_model_len: ")
 

@@ -81,9 +81,9 @@ def is_installed(device: torch.device) -> bool:
     """Return whether the package is there and knows the device."""
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
         and find_spec("flash_attn") is not None
         and find_spec("flash_attn.cute") is not None
+        and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
     )
 
 

@@ -25,7 +25,9 @@ def check_files(folder: Path, *, has_weights: bool) -> None:
             raise ModelError(f"{path} must be a file; a pipe, socket or device is not read")
     has_some = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     lacks_weights = has_weights and not has_some
-    if (folder / ADAPTER).is_file() and (lacks_weights or not (folder / "config.json").is_file()):
+    others = [each for each in folder.glob("*.safetensors") if not each.name.startswith("adapter")]
+    lacks_model = (lacks_weights and not others) or not (folder / "config.json").is_file()
+    if (folder / ADAPTER).is_file() and lacks_model:
         raise ModelError(f"{folder} has an adapter without its model: {MERGE}")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
