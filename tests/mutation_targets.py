@@ -170,7 +170,7 @@ TARGETS = {
         ),
         tuple(
             f"{_DISK}/test_{name}.py"
-            for name in ("page_file", "writer", "tier", "keys", "host_memory", "faults")
+            for name in ("page_file", "writer", "lower_store", "keys", "host_memory", "faults")
         ),
     ),
     "pages in a store": Target(

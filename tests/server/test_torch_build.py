@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ropewalk.server.process.torch_build import TorchBuild, mismatch
-from ropewalk.server.startup import load_service
+from ropewalk.server.startup.planning import banner_lines
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_the_banner_has_a_line_for_a_build_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A build that fits has no line."""
-    monkeypatch.setattr(load_service, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(banner_lines, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert load_service._torch_lines() == []
+    assert banner_lines._torch_lines() == []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (line,) = load_service._torch_lines()
+    (line,) = banner_lines._torch_lines()
     assert line.startswith("  warning          torch ")
     assert "there is no GPU; a CPU build of torch does" in line

@@ -57,7 +57,8 @@ class TorchRmsNorm(nn.Module):
 
 
 def torch_candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
-    if parts.bias is None:
+    is_half = parts.weight.device.type == "cpu" and parts.weight.dtype == torch.float16
+    if parts.bias is None and not is_half:  # a CPU serves no such model
         weight_D = parts.weight.detach().float()
         yield TorchRmsNorm(parts.weight, parts.eps), equal_by_scale(ROUNDING, weight_D)
 
@@ -78,9 +79,6 @@ def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
         or weight.dim() != 1
         or len(weight) < 2  # a single weight for whole rows would look like rows of one element
         or weight.dtype not in ROUNDING
-        or (
-            weight.device.type == "cpu" and weight.dtype == torch.float16
-        )  # it serves no such model
         or not (bias is None or (isinstance(bias, nn.Parameter) and bias.shape == weight.shape))
         or len(list(module.parameters())) + len(list(module.buffers())) > 1 + (bias is not None)
         or len(inspect.signature(module.forward).parameters) != 1

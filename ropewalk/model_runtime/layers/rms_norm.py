@@ -51,6 +51,8 @@ class CenteredNorm(RmsNorm):
 
 def cpu_candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
     """Yield the formulas over these parts, each with its comparison."""
+    if parts.weight.dtype == torch.float16:  # a CPU serves no such model
+        return
     wide_D = parts.weight.detach().float()
     kinds = (RmsNorm, CenteredNorm) if parts.bias is None else (CenteredNorm,)
     for kind in kinds:

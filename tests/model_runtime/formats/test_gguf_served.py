@@ -12,7 +12,6 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ropewalk.model_runtime.loading import model_config
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.checkpoints.gguf_files import (
     Encode,
@@ -124,16 +123,8 @@ def test_a_served_file_writes_what_transformers_writes_with_its_weights(
     assert usage["prompt_tokens"] == len(rendered["input_ids"])
 
 
-@pytest.mark.parametrize("with_torch", [False, True])
-def test_config_check_and_inspect_read_the_metadata_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, with_torch: bool
-) -> None:
-    """Both report the file's model, its size in the served type, and its native length.
-
-    If a GPU may be there, torch and transformers read the config, with the same result.
-    """
-    if with_torch:
-        monkeypatch.setattr(model_config, "plain_device", lambda _: None)
+def test_config_check_and_inspect_read_the_metadata_only(tmp_path: Path) -> None:
+    """Both report the file's model, its size in the served type, and its native length."""
     path = write_embedded(tmp_path / "small.gguf", ENCODINGS["Q8_0"])
     (tmp_path / "settings.yaml").write_text(f"model: {path}\nkv_cache_tokens: 2048\n")
     checked = run_here("config", "check", str(tmp_path / "settings.yaml"))

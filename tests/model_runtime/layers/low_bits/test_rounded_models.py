@@ -114,6 +114,6 @@ def test_what_cannot_round_is_refused_with_the_settings_name(tmp_path: Path) -> 
         planned_storage(outline, "stored", "int8", is_divided=False)
     with pytest.raises(ModelError, match="activations: int8 is not divided among processes"):
         planned_storage(outline, "dequantised", "int8", is_divided=True)
-    gpu = replace(outline, device=replace(outline.device, type="cuda"))  # type: ignore[type-var]
+    gpu = replace(outline, device=torch.device("cuda"))
     with pytest.raises(ModelError, match="activations: int8 is served on a CPU only"):
         planned_storage(gpu, "stored", "int8", is_divided=False)
