@@ -14,8 +14,8 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder
-from ropewalk.model_runtime.layers.fused.operations import UntraceableError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.tracing.operations import UntraceableError
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.tokens import byte_tokenizer
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 PACKAGE = {name: folder_of(ROOT, name) for name in MAY_IMPORT}
 SOURCES = [path for folder in PACKAGE.values() for path in sorted(folder.rglob("*.py"))]
 
-_MODEL = {"runner", "layers", "probing", "attention", "cpu_kernels"}
+_MODEL = {"runner", "layers", "tracing", "probing", "attention", "cpu_kernels"}
 # folder -> folders of the same package that its files may import; each may import the root's files
 ROOMS: dict[str, dict[str, set[str]]] = {
     "rope": {},
@@ -40,8 +40,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "scheduling": {"deployments"},
         "attention": {"cpu_kernels"},
         "probing": {"attention", "text"},
-        "layers": {"probing", "attention", "cpu_kernels"},
-        "gpu": {"layers", "probing", "attention"},
+        "tracing": {"attention"},
+        "layers": {"tracing", "probing", "attention", "cpu_kernels"},
+        "gpu": {"tracing", "layers", "probing", "attention"},
         "runner": {"gpu", "layers", "attention", "cpu_kernels"},
         "loading": {*_MODEL, "gpu", "formats", "text"},
         "parallel": {*_MODEL, "loading"},

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.attention.paged_attention import STEP, PagedStep
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
-from ropewalk.model_runtime.gpu.residual_layer import use_fewer_kernels
+from ropewalk.model_runtime.gpu.residual_layer import fuse_residuals, use_fewer_kernels
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
@@ -92,6 +92,7 @@ def _joined(model: LlamaForCausalLM) -> None:
 
 def _fused(model: LlamaForCausalLM) -> None:
     use_fewer_kernels(model, shared_inputs(model))
+    fuse_residuals(model)
 
 
 FORMS: Mapping[str, Callable[[LlamaForCausalLM], None]] = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.loading import checkpoint, pack_model, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner import backends, model_runner
 from tests.doubles.engines import tiny_checkpoint
@@ -14,6 +15,16 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
     monkeypatch.setattr(backends, "has_gpu_kernels", lambda _: True)  # for sealed pages
+
+
+def load_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models that are loaded from now on have a GPU's modules and attention, interpreted."""
+    use_triton(monkeypatch)
+    monkeypatch.setattr(self_check, "backend_for", lambda _: TritonAttention)
+    for module in (backends, checkpoint, pack_model):
+        for name, answer in (("has_gpu_kernels", True), ("has_cpu_kernels", False)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda _, answer=answer: answer)
 
 
 def interpreted_checkpoint(

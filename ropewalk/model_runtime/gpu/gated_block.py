@@ -7,13 +7,14 @@ replaced.
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.layers.merged_linear import MergedPart
+from ropewalk.model_runtime.layers.merged_linear import MergedPart, PlainProduct
 from ropewalk.model_runtime.layers.replace_modules import activation_classes, swap_modules
 from ropewalk.model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows
 
@@ -59,13 +60,19 @@ def gated(joined: Tensor, activation: Activation) -> Tensor:
     joined = joined.contiguous()
     half = joined.shape[-1] // 2
     out = torch.empty(*joined.shape[:-1], half, dtype=joined.dtype, device=joined.device)
-    num_rows = joined.numel() // (2 * half)
+    gate_into(joined, out, activation)
+    return out
+
+
+def gate_into(joined: Tensor, out: Tensor, activation: Activation) -> None:
+    """Write what `gated` returns; both tensors are contiguous."""
+    half = out.shape[-1]
+    num_rows = out.numel() // half
     if num_rows:
         _gate[(num_rows, -(-half // _BLOCK))](
             joined, out, HALF=half, IS_GELU=activation == Activation.GELU_TANH, BLOCK=_BLOCK,
             num_warps=_WARPS,
         )  # fmt: skip
-    return out
 
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
@@ -82,11 +89,17 @@ class GatedBlock(nn.Module):
         super().__init__()
         self.joined = joined
         self.down_proj = down
-        self._activation = activation
+        self.activation = activation
+
+    @property
+    def joined_parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias of the joined product."""
+        joined: Any = self.joined
+        return joined.parts if isinstance(joined, PlainProduct) else (joined.weight, joined.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block, [..., in] -> [..., out]."""
-        out: Tensor = self.down_proj(gated(self.joined(x), self._activation))
+        out: Tensor = self.down_proj(gated(self.joined(x), self.activation))
         return out
 
 

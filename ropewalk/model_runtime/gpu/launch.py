@@ -7,7 +7,8 @@ it from then on.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
@@ -15,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 _ALIGNED = 16  # bytes of an address, and the number that Triton knows integers to be multiples of
@@ -52,7 +54,71 @@ def jit(*by_request: Any) -> Any:
 
 def _kernel(function: Callable[..., Any], by_request: tuple[str, ...]) -> Any:
     named = {"do_not_specialize": by_request, "do_not_specialize_on_alignment": by_request}
-    return triton.jit(function, **named) if is_interpreted() else Kernel(function, **named)
+    return Interpreted(function, **named) if is_interpreted() else Kernel(function, **named)
+
+
+class Launches:
+    """The launches of a block of code, which are repeated with other tensors.
+
+    Layers of one kind differ in the tensors of their cache only, so the Python that finds a
+    layer's grids and arguments runs once in a step. All tensors of the block are kept, so that
+    their memory is not used for something else in between. A call of torch that computes is not
+    seen, unless it is made by `whole`.
+    """
+
+    def __init__(self) -> None:
+        self.can_repeat = True
+        self._kept: list[tuple[Any, tuple[int, ...] | None, tuple[Any, ...], dict[str, Any]]] = []
+        self._places: list[list[tuple[int, int]]] | None = None  # argument and tensor, by launch
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the launches of the block, which are made, too."""
+        _noting.append(self)
+        try:
+            yield
+        finally:
+            _noting.pop()
+
+    def note(self, kernel: Any, grid: tuple[int, ...] | None, *args: Any, **named: Any) -> None:
+        """Launch and note a kernel, or a function without a grid."""
+        self._kept.append((kernel, grid, args, named))
+        _noting.remove(self)
+        try:
+            (kernel if grid is None else kernel[grid])(*args, **named)
+        finally:
+            _noting.append(self)
+
+    def repeat(self, before: Sequence[Any], now: Sequence[Any]) -> None:
+        """Launch all again with other tensors: those of `now` in the places of `before`."""
+        if self._places is None:
+            self._places = [
+                [(at, which) for at, each in enumerate(args) for which, old in enumerate(before)
+                 if each is old]
+                for _, _, args, _ in self._kept
+            ]  # fmt: skip
+        for (kernel, grid, args, named), places in zip(self._kept, self._places, strict=True):
+            given = list(args)
+            for at, which in places:
+                given[at] = now[which]
+            (kernel if grid is None else kernel[grid])(*given, **named)
+
+
+_noting: list[Launches] = []  # the innermost last; launches are made by one thread
+
+
+def whole(function: Callable[..., None], *args: Any) -> None:
+    """Call a function that computes by torch, as one of the launches that are noted."""
+    if _noting:
+        _noting[-1].note(function, None, *args)
+    else:
+        function(*args)
+
+
+def never_repeat() -> None:
+    """Let the block's launches be made by its own Python each time."""
+    if _noting:
+        _noting[-1].can_repeat = False
 
 
 def is_interpreted() -> bool:
@@ -95,6 +161,8 @@ class Kernel(JITFunction):  # type: ignore[misc]  # triton has no types
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], int, Any]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if _noting:
+            return partial(_noting[-1].note, self, grid)
         return partial(self._direct or self._first, grid)
 
     def _first(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
@@ -119,6 +187,15 @@ class Kernel(JITFunction):  # type: ignore[misc]  # triton has no types
         kernel = self.run(**given, grid=grid, warmup=False)
         if key is not None and isinstance(kernel, CompiledKernel):
             self._compiled[key] = kernel.run, kernel.function, kernel.packed_metadata
+
+
+class Interpreted(InterpretedFunction):  # type: ignore[misc]  # triton has no types
+    """A kernel in Triton's interpreter."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if _noting:
+            return partial(_noting[-1].note, self, grid)
+        return super().__getitem__(grid)  # type: ignore[no-any-return]
 
 
 _LAUNCH = """

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.attention.placed_prompts import PlacedGroup, PlacedP
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, Prompts
 from ropewalk.model_runtime.gpu.attend import attend, attend_part, rows_at_once
 from ropewalk.model_runtime.gpu.flash import flash_attend, flash_part, serves
-from ropewalk.model_runtime.gpu.launch import jit
+from ropewalk.model_runtime.gpu.launch import jit, never_repeat, whole
 from ropewalk.model_runtime.gpu.rotate import gathered, heads_at_once, padded, turned
 
 # Takes a read, a group, and its packed queries, keys and values.
@@ -86,6 +86,7 @@ def prefill_placed(
 
     `chosen`: `flash_part` or `attend_part`; None: the first one if it supports the layer.
     """
+    never_repeat()  # parts are merged by functions of torch, too
     tile = rows_at_once(read)
 
     def parts() -> Iterator[PackedPart]:
@@ -159,6 +160,8 @@ def prefill(
     attention = chosen or (flash_attend if serves(read) else attend)
     turned_THD = turned(read, prompts.queries)
     groups = prompts.groups(read.sliding_window, rows_at_once(read))
+    if len(groups) > 1:
+        never_repeat()  # the keys of all groups would be kept
     rows = turned_THD.split_with_sizes([len(group.row_T) for group in groups])
     for group, query_THD in zip(groups, rows, strict=True):
         _prefill_group(read, group, page_table_SN, query_THD, out_RHV, attention)
@@ -174,4 +177,4 @@ def _prefill_group(
 ) -> None:
     """Gather and read the keys of one group. They are freed before the next group's."""
     key_CKD, value_CKV = gathered(read, group, page_table_SN, rows_at_once(read))
-    attention(read, group, query_THD, key_CKD, value_CKV, out_RHV)
+    whole(attention, read, group, query_THD, key_CKD, value_CKV, out_RHV)

@@ -222,4 +222,3 @@ def use_fewer_kernels(model: nn.Module, groups: Sequence[Sequence[str]]) -> None
     join(model, groups)
     replace_norms(model, candidates)
     fuse_gates(model)
-    fuse_residuals(model)

@@ -82,7 +82,8 @@ def normalize(x: Tensor, scale: Scale) -> Tensor:
         rows = x.reshape(-1, x.shape[-2], width)  # a view, if x is heads of a joined product
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, rows, scale, scale, out, out, adds=False, has_inner=False)
+    form = (*rows.shape[:2], *rows.stride()[:2])
+    _launch(form, rows, rows, scale, scale, out, out, adds=False, has_inner=False)
     return out
 
 
@@ -97,14 +98,41 @@ def add_and_normalize(
     assert residual.shape == x.shape
     assert residual.dtype == x.dtype
     summed, out = torch.empty_like(x), torch.empty_like(x)
-    rows = x.view(-1, 1, x.shape[-1])
-    has_inner = inner is not None
-    _launch(rows, residual, scale, inner or scale, summed, out, adds=True, has_inner=has_inner)
+    width, has_inner = x.shape[-1], inner is not None
+    form = (x.numel() // width, 1, width, width)
+    _launch(form, x, residual, scale, inner or scale, summed, out, adds=True, has_inner=has_inner)
     return summed, out
 
 
+def normalize_into(
+    x_RC: Tensor,
+    scale: Scale,
+    out_RC: Tensor,
+    *,
+    residual_RC: Tensor | None = None,
+    summed_RC: Tensor | None = None,
+    inner: Scale | None = None,
+) -> None:
+    """Write the RMSNorm of every so many columns of x as the scale has.
+
+    With a residual, x is added to it, the sum goes to `summed_RC`, and the norm is that of the sum.
+    `inner`: an RMSNorm of x before the addition.
+    """
+    num_rows, num_columns = x_RC.shape
+    width = len(scale.weight_D)
+    adds = residual_RC is not None
+    residual, summed = (x_RC, out_RC) if residual_RC is None else (residual_RC, summed_RC)
+    assert summed is not None, "a residual without a place for the sum"
+    _launch(
+        (num_rows, num_columns // width, x_RC.stride(0), width),
+        x_RC, residual, scale, inner or scale, summed, out_RC,
+        adds=adds, has_inner=inner is not None,
+    )  # fmt: skip
+
+
 def _launch(
-    rows: Tensor,
+    form: tuple[int, int, int, int],
+    x: Tensor,
     residual: Tensor,
     scale: Scale,
     inner: Scale,
@@ -114,13 +142,15 @@ def _launch(
     adds: bool,
     has_inner: bool,
 ) -> None:
-    num_outer, num_inner, width = rows.shape
+    """Launch the kernel. `form`: outer and inner rows of x, and the strides of both."""
+    num_outer, num_inner, *strides = form
+    width = len(scale.weight_D)
     width_2 = padded(width)
     if num_outer * num_inner == 0:
         return
     _normalize[(num_outer * num_inner,)](
-        rows, residual, scale.weight_D, inner.weight_D, summed, out, scale.eps, inner.eps,
-        num_inner, rows.stride(0), rows.stride(1), WIDTH=width, WIDTH_2=width_2,
+        x, residual, scale.weight_D, inner.weight_D, summed, out, scale.eps, inner.eps,
+        num_inner, *strides, WIDTH=width, WIDTH_2=width_2,
         ADDS=adds, HAS_INNER=has_inner, PLUS_ONE=scale.plus_one, INNER_PLUS_ONE=inner.plus_one,
         num_warps=min(16, max(1, width_2 // _DIMS_PER_WARP)),
     )  # fmt: skip

@@ -117,16 +117,21 @@ def can_join(modules: Sequence[nn.Module]) -> bool:
     return len(linears) == len(modules) == len(weights) and len(dtypes) == 1
 
 
-def plain_product(linears: Sequence[nn.Linear]) -> Product:
-    weight, bias = merged_weight(linears)
-    return lambda x: nn.functional.linear(x, weight, bias)
+class PlainProduct:
+    """The product of the joined weights of linears, by torch."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.parts = merged_weight(linears)  # the weight and the bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, *self.parts)
 
 
 @torch.inference_mode()
 def join(
     model: nn.Module,
     groups: Sequence[Sequence[str]],
-    product: Callable[[Sequence[nn.Linear]], Product] = plain_product,
+    product: Callable[[Sequence[nn.Linear]], Product] = PlainProduct,
 ) -> None:
     """Replace each group of linears by parts of one product, in place; their weights are freed.
 

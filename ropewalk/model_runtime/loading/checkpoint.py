@@ -311,14 +311,21 @@ def prepare_model(
         division.divide(model)
         plans = plans_of_part(model, plans)
     is_packed = has_cpu_kernels(parameter.device)
+    flat = None
     if is_packed:
         pack(model, division, is_ruled=is_ruled)
     elif has_gpu_kernels(parameter.device) and division is None:
-        from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415  # imports triton
+        # These import triton.
+        from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
+        from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415
+            fuse_residuals,
             use_fewer_kernels,
         )
 
         use_fewer_kernels(model, shared_inputs(model))
+        flat = flat_forward(model, plans)
+        if flat is None:
+            fuse_residuals(model)
     else:
         join(model, shared_inputs(model))
         if division is not None:
@@ -340,7 +347,7 @@ def prepare_model(
     if is_packed:
         decoder = decoder_of(model, plans, division)
         products = products_text(model, parameter.dtype)
-    report = choose_forward(prompts, report, decoder)
+    report = choose_forward(prompts, report, decoder, flat)
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(

@@ -241,6 +241,7 @@ def same_bits(one_TV: Tensor, other_TV: Tensor) -> bool:
 # Shapes: T = tokens of the long prompt, R = rows of logits, V = vocabulary.
 
 if TYPE_CHECKING:
+    from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward  # imports triton
     from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers  # imports numba
 
 _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
@@ -248,7 +249,10 @@ _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
 
 @torch.inference_mode()
 def choose_forward(
-    prompts: PagedPrompts, report: SelfCheckReport, fused: "DecoderLayers | None" = None
+    prompts: PagedPrompts,
+    report: SelfCheckReport,
+    fused: "DecoderLayers | None" = None,
+    flat: "FlatForward | None" = None,
 ) -> SelfCheckReport:
     """Make the forward of a checked model faster, in place, where the logits stay the same.
 
@@ -260,8 +264,13 @@ def choose_forward(
         if fused is not None:
             fused.note_windows(prompts.model)
             _choose_fused(prompts, fused, long_TV)
+        if flat is not None:
+            flat.note_windows(prompts.model)
+            _choose_flat(prompts, flat, report.threshold)
     if fused is not None:
         fused.note_windows(prompts.model)
+    if flat is not None:
+        flat.note_windows(prompts.model)
     return report
 
 
@@ -293,6 +302,32 @@ def _last_logits(prompts: PagedPrompts) -> Tensor | None:
         return runner.run([chunk])
     except Exception:  # noqa: BLE001  # whatever a model's code does with rows that it misses
         return None
+
+
+def _choose_flat(prompts: PagedPrompts, flat: "FlatForward", threshold: float) -> None:
+    """Replace the model's forward by its launches, if all logits stay within the threshold."""
+    model, runner, long = prompts.model, prompts.runner(), prompts.long
+    decode = long(DECODE_START, DECODE_START + 1)
+    steps: list[list[Span]] = [
+        [long(0, LONG_LEN)],
+        [long(0, FIRST_CHUNK_END, range(_NUM_LOGIT_ROWS))],
+        [long(FIRST_CHUNK_END, DECODE_START), decode],
+        [decode],
+    ]
+    plain = list(map(runner.run, steps))
+    model.forward = flat
+    try:
+        differences = [
+            difference(runner.run(step), expected)
+            for step, expected in zip(steps, plain, strict=True)
+        ]
+        reason = f"has other logits by {max(differences):.3g}, and {threshold:.3g} is allowed"
+        is_same = all(each <= threshold for each in differences)  # NaN is not
+    except Exception as error:  # noqa: BLE001  # modules that do not compute by rows
+        is_same, reason = False, f"{type(error).__name__}: {error}"
+    if not is_same:
+        _log.info("forward_not_flat", model=type(model).__name__, reason=reason)
+        del model.forward
 
 
 def _choose_fused(prompts: PagedPrompts, fused: "DecoderLayers", long_TV: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ropewalk.model_runtime.layers.merged_linear import MergedPart, Product, plain_product
+from ropewalk.model_runtime.layers.merged_linear import MergedPart, PlainProduct, Product
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 
 _ROWS = (1, 3, 16, 40, 600)  # of the tried products; all kernels of packed_product.py are used
@@ -123,14 +123,14 @@ def keeps_bits(shape: Shape, where: Where) -> bool:
 def _products(where: Where, *groups: Sequence[nn.Linear]) -> list[Product]:
     """Return the product of each group of linears, built as a model's are."""
     if not has_cpu_kernels(where.device):
-        return [plain_product(linears) for linears in groups]
+        return [PlainProduct(linears) for linears in groups]
     from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415  # imports numba
         workshop_for,
     )
     from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct  # noqa: PLC0415
 
     if where.dtype not in DTYPES:
-        return [plain_product(linears) for linears in groups]
+        return [PlainProduct(linears) for linears in groups]
     workshop = workshop_for(where.dtype)
     return [PackedProduct(linears, workshop) for linears in groups]
 

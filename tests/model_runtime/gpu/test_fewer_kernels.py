@@ -162,6 +162,7 @@ def replaced(
     patch_model(model, read_native_rope(model))
     before = logits(model)
     use_fewer_kernels(model, shared_inputs(model))
+    fuse_residuals(model)
     kinds = [type(module).__name__ for module in model.modules()]
     numbers = {kind: kinds.count(kind) for kind in set(kinds)}
     linked = [
@@ -217,6 +218,7 @@ def test_a_float16_model_is_fused_without_more_error(architecture: str) -> None:
     expected = logits(exact)
     before = error_of(model)
     use_fewer_kernels(model, shared_inputs(model))
+    fuse_residuals(model)
     layers = [each for each in model.modules() if isinstance(each, ResidualLayer)]
     assert len(layers) == 4 == sum(bool(layer._following) for layer in layers)
     assert not any(type(each).__name__.endswith("RMSNorm") for each in model.modules())
@@ -264,7 +266,7 @@ def test_a_block_alone_is_recognised_by_its_outputs(make: Any) -> None:
     use_fewer_kernels(model, shared_inputs(model))
     blocks = [each for each in model.modules() if isinstance(each, GatedBlock)]
     wanted = Activation.SILU if make is LlamaMLP else Activation.GELU_TANH
-    assert {block._activation for block in blocks} == {wanted}
+    assert {block.activation for block in blocks} == {wanted}
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(64, bias=False), nn.RMSNorm(64), nn.Linear(8, 8)])
@@ -329,6 +331,7 @@ def test_a_failed_forward_leaves_no_sum_and_no_norm() -> None:
     model: Any = tiny_model("llama").to(DEVICE)
     patch_model(model, read_native_rope(model))
     use_fewer_kernels(model, shared_inputs(model))
+    fuse_residuals(model)
     norm = model.model.layers[1].post_attention_layernorm
 
     def fail(*_: Any) -> None:

@@ -20,13 +20,13 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder, restore
-from ropewalk.model_runtime.layers.fused.operations import UntraceableError
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.layers.skip_rotation import with_globals
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart
+from ropewalk.model_runtime.tracing.operations import UntraceableError
 from ropewalk.rope import Profile, Yarn
 from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 from tests.doubles.engines import checkpoint_of, tiny_checkpoint

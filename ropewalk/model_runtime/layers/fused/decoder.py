@@ -35,16 +35,6 @@ from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_on_t
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.memory import Memory, offsets_of
 from ropewalk.model_runtime.layers.fused.mixtures import active_bytes, experts_product
-from ropewalk.model_runtime.layers.fused.operations import (
-    Advance,
-    Attend,
-    Enter,
-    Leave,
-    Product,
-    Route,
-    TailCall,
-    UntraceableError,
-)
 from ropewalk.model_runtime.layers.fused.program import (
     MOST_TABLES,
     Instruction,
@@ -56,6 +46,16 @@ from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
+from ropewalk.model_runtime.tracing.operations import (
+    Advance,
+    Attend,
+    Enter,
+    Leave,
+    Product,
+    Route,
+    TailCall,
+    UntraceableError,
+)
 
 _log = structlog.get_logger(__name__)
 

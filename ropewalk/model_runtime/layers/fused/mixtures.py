@@ -10,7 +10,7 @@ from typing import Any
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.experts.stages import matrix_fields
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
-from ropewalk.model_runtime.layers.fused.operations import (
+from ropewalk.model_runtime.tracing.operations import (
     Enter,
     Leave,
     Operation,

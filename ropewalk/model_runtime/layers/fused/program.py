@@ -18,7 +18,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Ints
 from ropewalk.model_runtime.layers.fused.mixtures import stage_fields
-from ropewalk.model_runtime.layers.fused.operations import (
+from ropewalk.model_runtime.tracing.operations import (
     Activate,
     Advance,
     Attend,
@@ -109,8 +109,10 @@ class _Builder:
             self._attend(operation)
         elif isinstance(operation, Advance):
             self._advance(operation)
-        else:
+        elif isinstance(operation, Route | Enter | Leave):
             self._stage(operation)
+        else:
+            raise UntraceableError(f"has no kernel for {type(operation).__name__}")
 
     def _add(
         self,

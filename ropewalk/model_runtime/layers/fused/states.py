@@ -14,8 +14,8 @@ from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, Numbers, StateArrays
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
-from ropewalk.model_runtime.layers.fused.operations import Advance
 from ropewalk.model_runtime.layers.fused.program import Instruction
+from ropewalk.model_runtime.tracing.operations import Advance
 
 _NO_ADDRESSES: Ints = np.empty((0, 2), np.int64)
 _OPERANDS = (

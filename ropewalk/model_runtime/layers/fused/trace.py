@@ -12,68 +12,95 @@ size takes milliseconds.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan
+from ropewalk.model_runtime.attention.paged_attention import (
+    CpuStateCall,
+    LayerPlan,
+    StateCall,
+)
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
-from ropewalk.model_runtime.layers.fused.operations import Trace, UntraceableError
-from ropewalk.model_runtime.layers.fused.recorder import NUM_TOKENS, Recorder
+from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
 from ropewalk.model_runtime.layers.merged_linear import MergedPart, SharedInput
 from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 from ropewalk.model_runtime.layers.states.rowwise_functions import Namespace
+from ropewalk.model_runtime.tracing.operations import (
+    Advance,
+    Enter,
+    Leave,
+    Route,
+    Trace,
+    UntraceableError,
+)
+from ropewalk.model_runtime.tracing.recorder import NUM_TOKENS, Recorder, attribute, part_of
+
+
+class CpuRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes the operations of a model that is packed for a CPU."""
+
+    in_cache_order: ClassVar[bool] = True
+
+    def mix(self, mixture: Mixture, x: Tensor) -> Any:
+        """Note the three operations of a mixture of experts."""
+        operand, axis = self.operand(x)
+        widths = stage_widths(mixture, x.itemsize)
+        logits, between = (self.value(width) for width in widths)
+        out, value = self.output(x, (*x.shape[:-1], mixture.experts.num_outputs), axis)
+        held, entered = part_of(logits, None), part_of(between, None)
+        self.operations.extend(
+            [
+                Route(logits, operand, mixture),
+                Enter(between, operand, held, mixture),
+                Leave(value, entered, held, operand, mixture),
+            ]
+        )
+        if not mixture.is_pair:
+            return out
+        weights = torch.zeros(NUM_TOKENS, mixture.num_choices)
+        self.note_input(weights)  # no operation may read it
+        return out, weights
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Note a layer's advance of states; return zeros."""
+        on_cpu = cast("CpuStateCall", call)
+        inputs = tuple(self.operand(each)[0] for each in on_cpu.inputs)
+        out, value = self.output(on_cpu.inputs[0], call.zeros().shape)
+        self.operations.append(Advance(value, layer_idx, inputs, on_cpu))
+        return out  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
 def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
     """Return the operations of a packed model's own forward. Raises UntraceableError."""
-    recorder = Recorder(plans)
+    recorder = CpuRecorder(plans)
     head = model.get_output_embeddings()
     if not isinstance(head, PackedLinear):
         raise UntraceableError("has no head")
-    input_ids = torch.arange(NUM_TOKENS)[None] + 1
-    positions = torch.arange(NUM_TOKENS)[None]
-    recorder.note_input(positions)
-    recorder.note_input(input_ids)
     with ExitStack() as stack:
         for module in model.modules():
             forward = _noting(recorder, module, head, model.get_input_embeddings())
             if forward is not None:
-                stack.enter_context(_attribute(module, "forward", forward))
+                stack.enter_context(attribute(module, "forward", forward))
         for each in _called_by_name(model):
             activate = partial(_ACTIVATE, recorder, each.kind)
-            stack.enter_context(_attribute(each, "forward", activate))
+            stack.enter_context(attribute(each, "forward", activate))
         for shared in {id(each): each for each in _shared_inputs(model)}.values():
             product: Any = shared.product
             noted = partial(recorder.multiply, product)
-            stack.enter_context(_attribute(shared, "product", noted))
-        stack.enter_context(recorder)
-        try:
-            logits = model(
-                input_ids=input_ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=0,
-                **{STEP: recorder},
-            ).logits
-        except UntraceableError:
-            raise
-        except Exception as error:
-            raise UntraceableError(f"{type(error).__name__}: {error}") from error
-    if recorder.trace is None or not recorder.is_result(logits):
-        raise UntraceableError("does not end with its head")
-    return recorder.trace
+            stack.enter_context(attribute(shared, "product", noted))
+        return recorder.of(model)
 
 
 def _noting(
-    recorder: Recorder, module: Any, head: Any, embedding: nn.Module
+    recorder: CpuRecorder, module: Any, head: Any, embedding: nn.Module
 ) -> Callable[..., Any] | None:
     """Return the forward of a module of ours that notes itself; None for another module."""
     if module is embedding:
@@ -83,20 +110,21 @@ def _noting(
     mixture = vars(module).get("forward")
     if isinstance(mixture, Mixture):
         return partial(recorder.mix, mixture)
-    for kind, name, note in _OURS:
-        own = module if name is None else getattr(module, name, None)
-        if isinstance(module, kind) and own is not None:
-            return partial(note, recorder, own)
+    for kind, arguments, note in _OURS:
+        if isinstance(module, kind):
+            own = arguments(module)
+            return None if own[0] is None else partial(note, recorder, *own)
     return None
 
 
 _ACTIVATE: Callable[..., Tensor] = Recorder.activate
-# Modules that note themselves, with the attribute that the recorder needs of each.
-_OURS: tuple[tuple[type[nn.Module], str | None, Callable[..., Tensor]], ...] = (
-    (PackedLinear, "product", Recorder.multiply),
-    (GatedMlp, None, Recorder.gated),
-    (RmsNorm, None, Recorder.normalize),
-    (RowwiseActivation, "kind", _ACTIVATE),
+# Modules that note themselves, with what the recorder needs of each.
+_OURS: tuple[tuple[type[nn.Module], Callable[[Any], tuple[Any, ...]], Callable[..., Tensor]], ...]
+_OURS = (
+    (PackedLinear, lambda each: (each.product,), Recorder.multiply),
+    (GatedMlp, lambda each: (each.gate_up, each.kind, each.down), Recorder.gated),
+    (RmsNorm, lambda each: (each, len(each.scale_D)), Recorder.normalize),
+    (RowwiseActivation, lambda each: (each.kind,), _ACTIVATE),
 )
 
 
@@ -122,17 +150,3 @@ def _shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
         if isinstance(module, MergedPart):
             module.forget()
             yield module.shared
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object an attribute of its own within the block."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            object.__setattr__(owner, name, before)
-        else:
-            object.__delattr__(owner, name)

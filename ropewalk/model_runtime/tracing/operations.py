@@ -1,5 +1,7 @@
 """A model's forward as operations on rows, without names or memory.
 
+Products, norms and mixtures are those of the device for which the model was traced.
+
 Shapes: R = rows, C = columns of a value.
 """
 
@@ -12,10 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import AttentionCall, CpuStateCall
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
-from ropewalk.model_runtime.layers.experts.mixture import Mixture
-from ropewalk.model_runtime.layers.packed_product import PackedProduct
-from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 
 
 class UntraceableError(Exception):
@@ -44,7 +42,7 @@ class Product:
 
     out: Value
     x: Operand
-    product: PackedProduct
+    product: Any  # with `in_features` and `out_features`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Norm:
 
     out: Value
     x: Operand
-    norm: RmsNorm
+    norm: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Combine:
     out: Value
     name: str
     x: Operand
-    other: Operand | Floats
+    other: Operand | NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class Route:
 
     out: Value
     x: Operand
-    mixture: Mixture
+    mixture: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Enter:
     out: Value
     x: Operand
     logits: Operand
-    mixture: Mixture
+    mixture: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class Leave:
     between: Operand
     logits: Operand
     x: Operand  # of the whole mixture, for steps of many rows
-    mixture: Mixture
+    mixture: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,16 @@ class Advance:
     call: CpuStateCall
 
 
-Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave | Advance
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A module that computes each row by itself, and is called as a whole."""
+
+    out: Value
+    x: Operand
+    module: Any
+
+
+Operation = Product | Norm | Combine | Activate | Attend | Route | Enter | Leave | Advance | Call
 
 
 @dataclass(frozen=True, slots=True)

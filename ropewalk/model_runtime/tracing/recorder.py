@@ -7,8 +7,9 @@ is not known ends the trace with its name.
 Shapes: T = tokens of the trace, C = columns of a value, S = elements of a tensor's memory.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,34 +18,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
     AttentionCall,
-    CpuStateCall,
     LayerPlan,
-    StateCall,
 )
-from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats
-from ropewalk.model_runtime.layers.experts.mixture import Mixture
-from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
-from ropewalk.model_runtime.layers.fused.operations import (
+from ropewalk.model_runtime.tracing.operations import (
     Activate,
-    Advance,
     Attend,
     Combine,
-    Enter,
-    Leave,
     Norm,
     Operand,
     Operation,
     Product,
-    Route,
     TailCall,
     Trace,
     UntraceableError,
     Value,
 )
-from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
-from ropewalk.model_runtime.layers.packed_product import PackedProduct
-from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 
 NUM_TOKENS = 3
 _COMBINED = {"aten.add.Tensor": "add", "aten.sub.Tensor": "subtract", "aten.mul.Tensor": "multiply"}
@@ -70,6 +60,9 @@ class _Placed:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Notes the operations of a forward that runs within it."""
 
+    # Whether dimensions of queries and keys are taken in the order of the cache.
+    in_cache_order: ClassVar[bool] = False
+
     def __init__(self, plans: Mapping[int, LayerPlan]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._plans = plans
@@ -79,9 +72,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._num_values = 0
         self.trace: Trace | None = None
 
+    def of(self, model: Any) -> Trace:
+        """Return the trace of a model's forward; its modules note themselves, by this recorder.
+
+        Raises UntraceableError.
+        """
+        device = next(model.parameters()).device
+        positions = torch.arange(NUM_TOKENS, device=device)[None]
+        input_ids = positions + 1
+        self.note_input(positions)
+        self.note_input(input_ids)
+        with self:
+            try:
+                logits = model(
+                    input_ids=input_ids,
+                    position_ids=positions,
+                    use_cache=False,
+                    logits_to_keep=0,
+                    **{STEP: self},
+                ).logits
+            except UntraceableError:
+                raise
+            except Exception as error:
+                raise UntraceableError(f"{type(error).__name__}: {error}") from error
+        if self.trace is None or not self.is_result(logits):
+            raise UntraceableError("does not end with its head")
+        return self.trace
+
     # Values
 
-    def _value(self, num_columns: int) -> Value:
+    def value(self, num_columns: int) -> Value:
         self._num_values += 1
         return Value(num_columns, self._num_values - 1)
 
@@ -95,10 +115,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._placed[_address(tensor)] = placed
         return tensor
 
-    def _output(self, like: Tensor, shape: tuple[int, ...], token_axis: int = 1) -> Any:
+    def output(self, like: Tensor, shape: tuple[int, ...], token_axis: int = 1) -> Any:
         """Return zeros of a shape, and the value that they are."""
-        value = self._value(int(np.prod(shape)) // NUM_TOKENS)
-        return self._place(torch.zeros(shape, dtype=like.dtype), value, token_axis), value
+        value = self.value(int(np.prod(shape)) // NUM_TOKENS)
+        return self._place(like.new_zeros(shape), value, token_axis), value
 
     def _elements(self, tensor: Tensor) -> tuple[NDArray[np.int64], ...]:
         """Return values, tokens and columns of each element, in the tensor's shape."""
@@ -126,12 +146,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     def note(self, make: Callable[..., Operation], x: Tensor, num_columns: int) -> Tensor:
         """Note an operation on x, [..., K] -> [..., `num_columns`]."""
         operand, axis = self.operand(x)
-        out, value = self._output(x, (*x.shape[:-1], num_columns), axis)
-        self._operations.append(make(value, operand))
+        out, value = self.output(x, (*x.shape[:-1], num_columns), axis)
+        self.operations.append(make(value, operand))
         return out  # type: ignore[no-any-return]
 
     @property
-    def _operations(self) -> list[Operation]:
+    def operations(self) -> list[Operation]:
         if self.trace is None:
             raise UntraceableError("does not begin with its embedding")
         return self.trace.operations
@@ -141,93 +161,63 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         if self.trace is not None or input_ids.shape != (1, NUM_TOKENS):
             raise UntraceableError("has several embeddings")
         width = int(embedding.weight.shape[-1])
-        zeros = torch.zeros(1, NUM_TOKENS, width, dtype=embedding.weight.dtype)
-        value = self._value(width)
+        zeros = embedding.weight.new_zeros(1, NUM_TOKENS, width)
+        value = self.value(width)
         self.trace = Trace(value)
         return self._place(zeros, value)
 
-    def normalize(self, norm: RmsNorm, x: Tensor) -> Tensor:
-        if x.shape[-1] != len(norm.scale_D):
+    def normalize(self, norm: Any, num_dims: int, x: Tensor) -> Tensor:
+        if x.shape[-1] != num_dims:
             raise UntraceableError("normalizes another width than its scale has")
         return self.note(lambda out, operand: Norm(out, operand, norm), x, x.shape[-1])
 
     def activate(self, kind: int, x: Tensor) -> Tensor:
         return self.note(lambda out, operand: Activate(out, operand, None, kind), x, x.shape[-1])
 
-    def multiply(self, product: PackedProduct, x: Tensor) -> Tensor:
+    def multiply(self, product: Any, x: Tensor) -> Tensor:
         return self.note(
             lambda out, operand: Product(out, operand, product), x, product.out_features
         )
 
-    def end(self, product: PackedProduct, x: Tensor) -> Tensor:
+    def end(self, product: Any, x: Tensor) -> Tensor:
         """Note the head, after which torch computes."""
         trace = self.trace
         if trace is None or trace.head is not None:
             raise UntraceableError("calls its head twice")
         operand, _ = self.operand(x)
-        value = self._value(product.out_features)
+        value = self.value(product.out_features)
         trace.head = Product(value, operand, product)
-        out = torch.zeros(1, NUM_TOKENS, product.out_features, dtype=x.dtype)
+        out = x.new_zeros(1, NUM_TOKENS, product.out_features)
         self._tail.append(out)
         return out
 
-    def gated(self, module: GatedMlp, x: Tensor) -> Tensor:
+    def gated(self, gate_up: Any, kind: int, down: Any, x: Tensor) -> Tensor:
         """Note the three operations of a gated block."""
         operand, axis = self.operand(x)
-        both, between = (
-            self._value(module.gate_up.out_features),
-            self._value(module.down.in_features),
-        )
-        out, value = self._output(x, (*x.shape[:-1], module.down.out_features), axis)
-        gate, up = (_part(both, half) for half in (0, 1))
-        self._operations.extend(
+        both, between = self.value(gate_up.out_features), self.value(down.in_features)
+        out, value = self.output(x, (*x.shape[:-1], down.out_features), axis)
+        gate, up = (part_of(both, half) for half in (0, 1))
+        self.operations.extend(
             [
-                Product(both, operand, module.gate_up),
-                Activate(between, gate, up, module.kind),
-                Product(value, _part(between, None), module.down),
+                Product(both, operand, gate_up),
+                Activate(between, gate, up, kind),
+                Product(value, part_of(between, None), down),
             ]
         )
         return out  # type: ignore[no-any-return]
-
-    def mix(self, mixture: Mixture, x: Tensor) -> Any:
-        """Note the three operations of a mixture of experts."""
-        operand, axis = self.operand(x)
-        widths = stage_widths(mixture, x.itemsize)
-        logits, between = (self._value(width) for width in widths)
-        out, value = self._output(x, (*x.shape[:-1], mixture.experts.num_outputs), axis)
-        held, entered = _part(logits, None), _part(between, None)
-        self._operations.extend(
-            [
-                Route(logits, operand, mixture),
-                Enter(between, operand, held, mixture),
-                Leave(value, entered, held, operand, mixture),
-            ]
-        )
-        if not mixture.is_pair:
-            return out
-        weights = torch.zeros(NUM_TOKENS, mixture.num_choices)
-        self.note_input(weights)  # no operation may read it
-        return out, weights
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Note a layer's attention; return zeros, [1, T, H, V]."""
         query, key, value = call.query_1HTD, call.key_1KTD, call.value_1KTV
         read, written, held = (self.operand(each)[0] for each in (query, key, value))
         num_heads, value_dim = query.shape[1], value.shape[-1]
-        out, result = self._output(value, (1, NUM_TOKENS, num_heads, value_dim))
+        out, result = self.output(value, (1, NUM_TOKENS, num_heads, value_dim))
         plan = self._plans[layer_idx]
-        read = _in_cache_order(read, num_heads, plan)
-        written = _in_cache_order(written, plan.num_key_heads, plan)
+        if self.in_cache_order:
+            read = _in_cache_order(read, num_heads, plan)
+            written = _in_cache_order(written, plan.num_key_heads, plan)
         kept = AttentionCall(*(query[:0], key[:0], value[:0]), *_rest(call))
-        self._operations.append(Attend(result, layer_idx, read, written, held, num_heads, kept))
-        return out  # type: ignore[no-any-return]
-
-    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
-        """Note a layer's advance of states; return zeros."""
-        on_cpu = cast("CpuStateCall", call)
-        inputs = tuple(self.operand(each)[0] for each in on_cpu.inputs)
-        out, value = self._output(on_cpu.inputs[0], call.zeros().shape)
-        self._operations.append(Advance(value, layer_idx, inputs, on_cpu))
+        self.operations.append(Attend(result, layer_idx, read, written, held, num_heads, kept))
         return out  # type: ignore[no-any-return]
 
     # torch's own operations
@@ -293,19 +283,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             second, second_axis = self.operand(other)
             if other.shape != out.shape or second_axis != axis:
                 raise UntraceableError(f"has to {name} other shapes")
-            read: Operand | Floats = second
+            read: Operand | NDArray[np.float32] = second
         else:
             if isinstance(other, Tensor) and other.dim() > 1 and other.shape[-2] != 1:
                 # Code of ours that numba or numpy computes, which no function of torch shows.
                 raise UntraceableError("reads what torch did not compute")
-            constant = torch.as_tensor(other).detach().float().expand(out.shape).numpy()
+            constant = torch.as_tensor(other).detach().float().expand(out.shape).cpu().numpy()
             constant_TC = np.moveaxis(constant, axis, 0).reshape(NUM_TOKENS, -1)
             if (constant_TC != constant_TC[:1]).any():
                 raise UntraceableError(f"has to {name} a constant for each token")
             read = np.ascontiguousarray(constant_TC[0])
-        value = self._value(len(operand.columns_C))
+        value = self.value(len(operand.columns_C))
         self._place(out, value, axis)
-        self._operations.append(Combine(value, name, operand, read))
+        self.operations.append(Combine(value, name, operand, read))
 
     def _is_value(self, thing: Any) -> bool:
         return isinstance(thing, Tensor) and _address(thing) in self._placed
@@ -363,7 +353,7 @@ def _tensors(things: Any) -> list[Tensor]:
     return []
 
 
-def _part(value: Value, half: int | None) -> Operand:
+def part_of(value: Value, half: int | None) -> Operand:
     """Return all columns of a value, or one half of them."""
     columns_C = np.arange(value.num_columns)
     if half is not None:
@@ -380,3 +370,17 @@ def _in_cache_order(operand: Operand, num_heads: int, plan: LayerPlan) -> Operan
 
 def _rest(call: AttentionCall) -> tuple[Any, ...]:
     return call.scaling, call.sliding_window, call.softcap, call.sinks_H
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own within the block."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            object.__setattr__(owner, name, before)
+        else:
+            object.__delattr__(owner, name)

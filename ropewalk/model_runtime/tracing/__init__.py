@@ -1,0 +1,1 @@
+"""A model's forward as operations on rows, found by a run of it; for both kinds of device."""

@@ -1,0 +1,150 @@
+"""A model's forward as a list of launches, beside its own modules; kernels are interpreted."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.launch import is_interpreted
+from ropewalk.model_runtime.gpu.program import launches
+from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
+from ropewalk.model_runtime.gpu.residual_layer import ResidualLayer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Linear, Profile, ReRope, Unscaled
+from tests.doubles.engines import tiny_checkpoint
+from tests.oracles.triton_attention import load_as_on_a_gpu
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="tests/gpu serves compiled kernels")
+PAGE, NUM_PAGES, MAX_LEN = 16, 18, 96
+TWO = {"num_hidden_layers": 2}
+PLAIN = Profile(Unscaled())
+# A table for each length, and a position method, whose parts are merged by torch.
+PROFILES = (PLAIN, Profile(Linear(factor=2.0)), Profile(Unscaled(), None, ReRope(16)))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_as_on_a_gpu(monkeypatch)
+
+
+class Runs:
+    """Steps over one cache, by the launches of a model or by its modules."""
+
+    def __init__(self, loaded: Checkpoint) -> None:
+        self.model: Any = loaded.model
+        self.plans = loaded.plans
+        cpu = torch.device("cpu")
+        store = KVCache(loaded.plans, NUM_PAGES, PAGE, torch.float32, cpu, row_keys=True)
+        tables = RopeTables(loaded.native, PAGE, MAX_LEN, cpu)
+        self.table_ids = [tables.id_of(each) for each in PROFILES]
+        self.runner = ModelRunner(
+            self.model, loaded.plans, store, tables, PAGE, backend=TritonAttention
+        )
+
+    def logits(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits by launches, and by modules."""
+        flat = self.model.forward
+        assert type(flat) is FlatForward
+        by_launches = self.runner.run(spans).clone()
+        del self.model.forward
+        try:
+            return by_launches, self.runner.run(spans)
+        finally:
+            self.model.forward = flat
+
+    def steps(self, draw: random.Random, count: int, num_tables: int) -> list[list[Span]]:
+        """Steps of new prompts, further chunks and decodes, with logits of some rows."""
+        steps, lengths = [], [0] * num_tables
+        each_has = NUM_PAGES // num_tables
+        for _ in range(count):
+            spans = []
+            for at in draw.sample(range(num_tables), draw.choice((1, num_tables))):
+                num = draw.choice((1, draw.randint(2, 12))) if lengths[at] else 20
+                pages = range(at * each_has, (at + 1) * each_has)
+                tokens = [draw.randrange(2, 150) for _ in range(num)]
+                rows = draw.choice((range(num - 1, num), range(num)))
+                table = self.table_ids[at]
+                spans.append(Span(tokens, lengths[at], pages, table, rows))
+                lengths[at] += num
+            steps.append(spans)
+        return steps
+
+
+@pytest.mark.costly
+@pytest.mark.sampled(drawn=2)
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", TWO),
+        ("qwen2", TWO),  # biases
+        ("qwen3", TWO),  # norms of heads
+        ("gemma2", TWO),  # norms of outputs, windows, a soft cap, a constant after the embedding
+        ("phi3", TWO),  # one weight for queries, keys and values
+        ("granite", TWO),  # constants before sums
+        ("olmo2", TWO),  # no norm before attention
+        ("mixtral", TWO),  # modules that are called as a whole
+        ("starcoder2", TWO),
+    ],
+)
+def test_launches_compute_what_modules_compute(
+    architecture: str, overrides: dict[str, Any]
+) -> None:
+    """Prompts, chunks, decodes and pruned last layers, with three tables in a step."""
+    runs = Runs(tiny_checkpoint(architecture, **overrides))
+    for spans in runs.steps(random.Random(7), 4, len(PROFILES)):
+        got, expected = runs.logits(spans)
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("architecture", "num_reads"), [("llama", 2), ("gemma2", 3)])
+def test_layers_of_one_kind_share_the_python_of_their_attention(
+    architecture: str, num_reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer of a kind prepares its launches; under a method each layer does.
+
+    The first layer of all has its own places in memory, because the embedding has a tensor.
+    """
+    runs = Runs(tiny_checkpoint(architecture, num_hidden_layers=5))
+    reads: list[object] = []
+    read = TritonAttention.read
+    monkeypatch.setattr(
+        TritonAttention, "read", lambda self, each: reads.append(each) or read(self, each)
+    )
+    pages = range(NUM_PAGES)
+    tokens = list(range(2, 22))
+    runs.runner.run([Span(tokens, 0, pages, runs.table_ids[0], range(20))])
+    assert len(reads) == num_reads
+    reads.clear()
+    runs.runner.run([Span(tokens, 0, pages, runs.table_ids[2], range(20))])
+    assert len(reads) == len(runs.plans)
+
+
+@pytest.mark.costly
+def test_a_list_with_other_logits_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check compares it with the modules, which then serve."""
+    served = launches.normalize_into
+
+    def without_residual(*args: Any, **named: Any) -> None:
+        if named.get("residual_RC") is not None:
+            named["residual_RC"] = torch.zeros_like(named["residual_RC"])
+        served(*args, **named)
+
+    monkeypatch.setattr(launches, "normalize_into", without_residual)
+    assert "forward" not in vars(tiny_checkpoint("llama", num_hidden_layers=1).model)
+
+
+@pytest.mark.costly
+def test_a_model_without_launches_has_fewer_kernels_as_modules() -> None:
+    """Ministral 3 multiplies queries by a number of their position."""
+    model = tiny_checkpoint("ministral3").model
+    assert "forward" not in vars(model)
+    assert any(isinstance(each, ResidualLayer) for each in model.modules())

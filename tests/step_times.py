@@ -1,0 +1,125 @@
+"""Times the host's part of a step of 32 layers: `python -m tests.step_times`, without a GPU.
+
+The model has the layers of a Llama, and rows so small that products take little. Kernels of our own
+are neither compiled nor run, and products are torch's on a CPU. So both columns have the Python of
+a step, and the times of a driver come on top. Time is that of the thread, because it is the
+interpreter's that a GPU waits for.
+"""
+
+import sys
+from time import thread_time
+from typing import Any
+
+import torch
+from torch import nn
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.gpu import gated_block, residual_layer
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.launch import Kernel
+from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
+from ropewalk.model_runtime.gpu.program.trace import traced
+from ropewalk.model_runtime.gpu.rms_norm import GpuRmsNorm, Scale
+from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
+from ropewalk.model_runtime.layers.replace_modules import swap_modules
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile, Unscaled
+from tests.checkpoints.tiny_models import tiny_model
+from tests.compilations import Uncompiled
+from tests.gpu_targets import Device
+
+NUM_LAYERS, PAGE, MAX_LEN, ROUNDS = 32, 16, 512, 30
+STEPS = {"8 decodes": (8, 0), "a prompt": (0, 16), "8 decodes and a prompt": (8, 16)}
+
+
+def with_fewer_kernels(model: nn.Module) -> None:
+    """Replace modules as on a GPU. Trials cannot compare what is not computed."""
+    join(model, shared_inputs(model))
+    swap_modules(
+        model,
+        lambda each: (
+            GpuRmsNorm(each.weight, Scale(each.weight.detach(), 1e-6, plus_one=False))
+            if type(each).__name__ == "LlamaRMSNorm"
+            else None
+        ),
+    )
+    gated_block.first_equivalent = lambda *_: 0
+    gated_block.fuse_gates(model)
+
+
+def with_residuals(model: Any) -> None:
+    """Join each sum with its norm, in the layers that are modules."""
+    form = residual_layer._form(model.model.layers[0])
+    assert form is not None
+    layers = [residual_layer.ResidualLayer(each, form).eval() for each in model.model.layers]
+    norms = [*(each.first_norm for each in layers[1:]), model.model.norm]
+    for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        layer.link(norm)
+        model.model.layers[index] = layer
+
+
+def spans_of(num_decodes: int, prompt_len: int, table_id: int) -> list[Span]:
+    """Decodes at position 63, each on pages of its own, and a prompt behind them."""
+    spans = [
+        Span([5], 63, range(4 * at, 4 * at + 4), table_id, range(1)) for at in range(num_decodes)
+    ]
+    if prompt_len:
+        first = 4 * num_decodes
+        pages = range(first, first - (-prompt_len // PAGE))
+        rows = range(prompt_len - 1, prompt_len)
+        spans.append(Span([5] * prompt_len, 0, pages, table_id, rows))
+    return spans
+
+
+def milliseconds(runner: ModelRunner, spans: list[Span]) -> tuple[float, int]:
+    """The least time of a step, and its launches of kernels of our own."""
+    times = []
+    for _ in range(ROUNDS):
+        began = thread_time()
+        runner.run(spans)
+        times.append((thread_time() - began) * 1e3)
+        num_launches = len(Uncompiled.launched)
+        Uncompiled.launched.clear()
+    return min(times), num_launches
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print a line for each kind of step."""
+    torch.set_flush_denormal(True)  # memory that no kernel wrote slows products down
+    driver.set_active(Device(90))
+    JITFunction._do_compile = lambda self, key, *_, **__: self.device_caches[0][0].setdefault(
+        key, Uncompiled(0)
+    )
+    assert issubclass(Kernel, JITFunction)
+    model: Any = tiny_model("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=MAX_LEN)
+    native = read_native_rope(model)
+    plans = patch_model(model, native)
+    with_fewer_kernels(model)
+    flat = FlatForward(model, traced(model, plans), plans)
+    with_residuals(model)
+    cpu = torch.device("cpu")
+    store = KVCache(plans, MAX_LEN // PAGE, PAGE, torch.float32, cpu, row_keys=True)
+    tables = RopeTables(native, PAGE, MAX_LEN, cpu)
+    table_id = tables.id_of(Profile(Unscaled()))
+    runner = ModelRunner(model, plans, store, tables, PAGE, backend=TritonAttention)
+    sys.stdout.write("| step | modules, ms | list, ms | ratio | launches of ours |\n")
+    sys.stdout.write("|---|--:|--:|--:|--:|\n")
+    for name, sizes in STEPS.items():
+        spans = spans_of(*sizes, table_id)
+        before, num_before = milliseconds(runner, spans)
+        model.forward = flat
+        now, num_now = milliseconds(runner, spans)
+        del model.forward
+        numbers = f"{before:.1f} | {now:.1f} | {now / before:.2f} | {num_before}, {num_now}"
+        sys.stdout.write(f"| {name} | {numbers} |\n")
+
+
+if __name__ == "__main__":
+    main()
