@@ -13,7 +13,7 @@ from ropewalk.server.api.parts.usage import PromptProgressAnswer
 from ropewalk.server.api.rope_schema import RopeAnswer, RopeField
 from ropewalk.server.api.strict_body import Body
 from ropewalk.server.api.structured_schema import StructuredOutputs
-from ropewalk.server.page.schema_words import PREFIX, FieldRow, field_rows
+from ropewalk.server.playground.schema_words import PREFIX, FieldRow, field_rows
 from ropewalk.server.turns.chat_schema import ChatRequest, Message
 from ropewalk.server.turns.message_schema import MessagesRequest
 from ropewalk.server.turns.response_schema import ResponsesRequest

@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from ropewalk.server.page.page_files import HEADERS, page_files
+from ropewalk.server.playground.page_files import HEADERS, page_files
 from tests.playground.conftest import Watched, watched
 from tests.servers.processes import Server
 

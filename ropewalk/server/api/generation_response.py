@@ -23,7 +23,7 @@ from ropewalk.model_runtime.errors import (
 from ropewalk.model_runtime.request import FinishReason, Output, Timings
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.rope import Tier
-from ropewalk.server.access.told_answer import told_answer
+from ropewalk.server.access.assigned_ids import assigned_ids
 from ropewalk.server.api.generation_schema import GenerationRequest
 from ropewalk.server.api.output_queue import (
     DONE,
@@ -77,7 +77,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def __init__(self, service: Service, submission: Submission, body: BodyT) -> None:
         self.service = service
         self.body = body
-        told = told_answer()
+        told = assigned_ids()
         self.created = int(time.time()) if told is None else told.created
         # Clients know the answer by this id, and the engine its choices by theirs.
         self.own_id = submission.requests[0].request_id

@@ -13,8 +13,8 @@ from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.runner.bad_words import BARRED
 from ropewalk.model_runtime.text.grammar import Grammar
+from ropewalk.server.access.assigned_ids import Seeds
 from ropewalk.server.access.open_request import AnswerWatch, current_request, key_name
-from ropewalk.server.access.told_answer import Seeds
 from ropewalk.server.api.generation_schema import GenerationRequest
 from ropewalk.server.api.output_queue import Submission
 

@@ -9,15 +9,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropewalk.server.access.allowance import Allowance
+from ropewalk.server.access.assigned_ids import (
+    ANSWER_HEADER,
+    KEY_HEADER,
+    AssignedIds,
+    assign_ids,
+)
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import digest_of
 from ropewalk.server.access.open_request import current_request
-from ropewalk.server.access.told_answer import (
-    ANSWER_HEADER,
-    KEY_HEADER,
-    ToldAnswer,
-    tell_answer,
-)
 from ropewalk.server.envelope import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
@@ -84,7 +84,7 @@ class RouterMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] == "http":
-            tell_answer(None)  # a connection's requests may run in one context
+            assign_ids(None)  # a connection's requests may run in one context
             headers = Headers(scope=scope)
             given, answer = headers.get(KEY_HEADER), headers.get(ANSWER_HEADER)
             must_have = self._only and scope["path"] not in OPEN_PATHS
@@ -103,10 +103,10 @@ class RouterMiddleware:
         if self._key is None or not secrets.compare_digest(digest_of(given), self._key):
             return f"{KEY_HEADER} must be the router_key of this server, if it has one."
         if answer is not None:
-            told = ToldAnswer.of(answer)
+            told = AssignedIds.of(answer)
             if told is None:
                 return f"{ANSWER_HEADER} must be 32 hexadecimal digits, a time and a seed."
-            tell_answer(told)
+            assign_ids(told)
         return None
 
 

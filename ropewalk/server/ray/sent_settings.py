@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import has_nvidia_gpu
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import ReplicaSettings

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import ray
 import structlog
 
-from ropewalk.server.access.told_answer import KEY_HEADER
+from ropewalk.server.access.assigned_ids import KEY_HEADER
 from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.ray.autoscale import load_of
 from ropewalk.server.ray.sent_settings import SentSettings

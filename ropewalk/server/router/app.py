@@ -223,7 +223,7 @@ class RouterApp:
             [*kept, (b"x-request-id", request_id)],
             body,
             chunks,
-            self._forwarder.new_answer(),
+            self._forwarder.new_ids(),
         )
 
     def _may_have_prompt(self, scope: "Scope") -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, ToldAnswer, new_answer
+from ropewalk.server.access.assigned_ids import ANSWER_HEADER, KEY_HEADER, AssignedIds, new_ids
 from ropewalk.server.envelope import envelope
 from ropewalk.server.replicas.text_chunks import TextChunks
 from ropewalk.server.router.fleet.facts import Facts, why_none_goes_on
@@ -71,7 +71,7 @@ class Asked:
     headers: Headers
     body: bytes
     chunks: TextChunks
-    answer: ToldAnswer | None  # None: no key of the router
+    answer: AssignedIds | None  # None: no key of the router
     sent: SentEvents = field(default_factory=SentEvents)
     has_begun: bool = False  # the client has the head of a stream
     is_whole: bool = False  # the client has the head of an answer that is whole
@@ -95,9 +95,9 @@ class Forwarder:
         self._fleet = fleet
         self._metrics = metrics
 
-    def new_answer(self) -> ToldAnswer | None:
+    def new_ids(self) -> AssignedIds | None:
         """Return a new identity for an answer; None if the servers would not take it."""
-        return None if self._settings.router_key is None else new_answer(time.time())
+        return None if self._settings.router_key is None else new_ids(time.time())
 
     async def run(self, asked: Asked, start: Start, send: SendPart) -> None:
         """Send a request on, and its answer back by `start` and `send`.

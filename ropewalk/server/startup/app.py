@@ -34,10 +34,10 @@ from ropewalk.server.middleware.auth import (
 from ropewalk.server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from ropewalk.server.middleware.host_check import AllowedHosts, HostCheckMiddleware
 from ropewalk.server.middleware.http_metrics import HttpMetricsMiddleware
-from ropewalk.server.page.docs_page import HEADERS, address_of, render
-from ropewalk.server.page.page_files import page_files
-from ropewalk.server.page.playground import playground_router, stats_router
-from ropewalk.server.page.schema_words import PREFIX, add_examples
+from ropewalk.server.playground.docs_page import HEADERS, address_of, render
+from ropewalk.server.playground.page_files import page_files
+from ropewalk.server.playground.playground import playground_router, stats_router
+from ropewalk.server.playground.schema_words import PREFIX, add_examples
 from ropewalk.server.turns.chat import chat_router
 from ropewalk.server.turns.messages import AnthropicErrorsMiddleware, messages_router
 from ropewalk.server.turns.models import model_router

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[2]
 # The sources that decide an answer's bytes.
 _SOURCES = (
     *("rope", "model_runtime", "server/api", "server/turns"),
-    "server/access/told_answer.py",
+    "server/access/assigned_ids.py",
 )
 _LIBRARIES = ("jinja2", "llguidance", "pydantic", "tokenizers")  # beside those that compute
 # Those of the deployments are in the fingerprint of each name. The others refuse requests, or

@@ -23,7 +23,7 @@ from ropewalk.server.access.keys import (
     key_under_two_names,
     named_key,
 )
-from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.certificate import check_certificate
 from ropewalk.server.settings.load import (
     ServeSettings,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import send_whole
-from ropewalk.server.page.page_files import HEADERS, has_playground, page_files
+from ropewalk.server.playground.page_files import HEADERS, has_playground, page_files
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.progress import LoadingProgress
 

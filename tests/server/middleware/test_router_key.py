@@ -7,15 +7,15 @@ import httpx
 import pytest
 
 from ropewalk.server.access.allowance import KeyMetrics
+from ropewalk.server.access.assigned_ids import ANSWER_HEADER, KEY_HEADER, new_ids
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import UNNAMED, ApiKey, KeyTable, digest_of
-from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_answer
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RouterMiddleware
 
 KEY = "a-key-of-the-router"
 OWN = {KEY_HEADER: KEY}  # of the router's own requests
-PASSED_ON = {**OWN, ANSWER_HEADER: new_answer(1).header()}  # of a client
+PASSED_ON = {**OWN, ANSWER_HEADER: new_ids(1).header()}  # of a client
 
 
 async def _ok(_: Any, __: Any, send: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 from ropewalk.server.metrics import MetricFactory, Metrics
-from ropewalk.server.page.stats import read_stats
+from ropewalk.server.playground.stats import read_stats
 from ropewalk.server.router.fleet.fleet_stats import summed_stats
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import structlog
 
-from ropewalk.server.access.told_answer import ANSWER_HEADER, KEY_HEADER, new_answer
+from ropewalk.server.access.assigned_ids import ANSWER_HEADER, KEY_HEADER, new_ids
 from ropewalk.server.replicas.choice import ReplicaChoice
 from ropewalk.server.replicas.text_chunks import TextChunks
 from ropewalk.server.router.body_chunks import CHUNK_TOKENS
@@ -220,7 +220,7 @@ class Fleet:
         """Return a client's headers as a server gets them that asks for the router's key."""
         if self._settings.router_key is None:
             return headers
-        told = (ANSWER_HEADER.encode(), new_answer(0).header().encode())
+        told = (ANSWER_HEADER.encode(), new_ids(0).header().encode())
         return [*headers, told, *self._own_headers()]
 
     def _own_headers(self) -> Headers:

@@ -18,7 +18,7 @@ from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats
-from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import LimitSettings

@@ -24,7 +24,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
 from ropewalk.server.metrics import MetricFactory, Metrics
-from ropewalk.server.page.stats import read_stats
+from ropewalk.server.playground.stats import read_stats
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk import late_copies
 from tests.model_runtime.engine.kv_disk.disk_engines import (

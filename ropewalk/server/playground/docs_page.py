@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from ropewalk.server.page.schema_words import Schema, example, field_rows, kind, referred_name
+from ropewalk.server.playground.schema_words import Schema, example, field_rows, kind, referred_name
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --line: #8c959f; --soft: #eef1f4;

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from ropewalk.server.middleware.auth import OPEN_PATHS
-from ropewalk.server.page.docs_page import address_of, render
-from ropewalk.server.page.schema_words import example, field_rows, kind
+from ropewalk.server.playground.docs_page import address_of, render
+from ropewalk.server.playground.schema_words import example, field_rows, kind
 from tests.servers.processes import Server, running_server
 
 POLICY = r"default-src 'none'; style-src 'sha256-[\w+/=]{44}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # noqa: E501  # one header

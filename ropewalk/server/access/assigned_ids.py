@@ -19,7 +19,7 @@ _SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True)
-class ToldAnswer:
+class AssignedIds:
     """The identity of all answers to one request."""
 
     number: str  # 32 hexadecimal digits, the id without its prefix
@@ -27,7 +27,7 @@ class ToldAnswer:
     seed: int  # the answers have seeds that follow from it
 
     @classmethod
-    def of(cls, header: str) -> "ToldAnswer | None":
+    def of(cls, header: str) -> "AssignedIds | None":
         """Return the identity that a header tells, or None if the header is malformed."""
         found = _FORM.fullmatch(header)
         return None if found is None else cls(found[1], int(found[2]), int(found[3]))
@@ -36,19 +36,19 @@ class ToldAnswer:
         return f"{self.number} {self.created} {self.seed}"
 
 
-def new_answer(now_s: float) -> ToldAnswer:
-    return ToldAnswer(uuid.uuid4().hex, int(now_s), secrets.randbits(_SEED_BITS))
+def new_ids(now_s: float) -> AssignedIds:
+    return AssignedIds(uuid.uuid4().hex, int(now_s), secrets.randbits(_SEED_BITS))
 
 
-_told: ContextVar[ToldAnswer | None] = ContextVar("told_answer", default=None)
+_told: ContextVar[AssignedIds | None] = ContextVar("assigned_ids", default=None)
 
 
-def told_answer() -> ToldAnswer | None:
+def assigned_ids() -> AssignedIds | None:
     """Return the identity that a router gave the request of this task; None: it chose none."""
     return _told.get()
 
 
-def tell_answer(told: ToldAnswer | None) -> None:
+def assign_ids(told: AssignedIds | None) -> None:
     """Give the request of this task, and of those that it starts, an identity, or none."""
     _told.set(told)
 

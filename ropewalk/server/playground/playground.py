@@ -8,10 +8,10 @@ from fastapi.responses import RedirectResponse, Response
 
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.api.service import Service
-from ropewalk.server.page.needle import SHORTEST, NeedleAnswer, NeedleMaker
-from ropewalk.server.page.page_files import HEADERS, PageFile, page_files
-from ropewalk.server.page.stats import Stats, read_stats
-from ropewalk.server.page.tier_route import tier_router
+from ropewalk.server.playground.needle import SHORTEST, NeedleAnswer, NeedleMaker
+from ropewalk.server.playground.page_files import HEADERS, PageFile, page_files
+from ropewalk.server.playground.stats import Stats, read_stats
+from ropewalk.server.playground.tier_route import tier_router
 from ropewalk.server.wording import did_you_mean
 
 _PARAMETERS = ("context_len", "depth", "seed", "model")  # of /playground/needle
