@@ -146,7 +146,8 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_unpacks(
     if dtype == torch.float32:
         checkpoint = load_checkpoint(written.folder, dtype="float32", device="cpu")
         assert_same_answer(checkpoint, expected, engines)
-        assert str(checkpoint.stored) == "mxfp4"
+        assert checkpoint.outline is not None
+        assert str(checkpoint.outline.stored) == "mxfp4"
         assert checkpoint.report.bitwise
         assert checkpoint.low_bits is not None
         planned = planned_storage(read_model_config(written.folder), "stored", is_divided=False)

@@ -150,7 +150,7 @@ def test_a_slow_server_keeps_its_streams() -> None:
 def test_a_newer_version_replaces_servers_while_streams_run() -> None:
     """One server after another ends by SIGTERM and begins with another fingerprint."""
     # It decides other answers' bytes than those of this test.
-    newer = ("--tool-format", "none")
+    newer = ("--reasoning", "inline")
     is_over = threading.Event()
     asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS]
 
