@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import REPLICAS, Server, run_here, running_server
 
 FILE = """
@@ -67,13 +67,7 @@ def prompt_logprobs(server: Server, model: str, prompt: list[int], **more: Any) 
 
 def running(server: Server) -> float:
     """The number of requests in the engine now."""
-    page = httpx.get(f"{server.url}/metrics").text
-    return next(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == "ropewalk_requests_running"
-    )
+    return total(samples_of(server), "ropewalk_requests_running")
 
 
 def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
@@ -230,8 +224,7 @@ def test_requests_and_their_times_are_counted_by_deployment(two: Server) -> None
     bodies = {"demo": [7] * 100, "demo-static-8x": [7] * 900}
     for model, prompt in bodies.items():
         post(two, model, prompt=prompt, max_tokens=2)
-    page = list(text_string_to_metric_families(httpx.get(f"{two.url}/metrics").text))
-    samples = [sample for family in page for sample in family.samples]
+    samples = samples_of(two)
     ended = {
         (each.labels["model_name"], each.labels["rope_type"], each.labels["factor"])
         for each in samples

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas  # each replica has pages of its own
@@ -39,13 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def num_under_other_tables(server: Server) -> float:
     """The prompt tokens so far that the cache had under other tables only."""
-    page = httpx.get(f"{server.url}/metrics").text
-    return next(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == "ropewalk_prompt_tokens_under_other_tables_total"
-    )
+    return total(samples_of(server), "ropewalk_prompt_tokens_under_other_tables_total")
 
 
 def converse(server: Server, model: str, salt: str) -> int:

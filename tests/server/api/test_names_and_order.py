@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, run_here, running_server, without_replicas
 
 FILE = """
@@ -61,9 +61,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 def gauge(server: Server, name: str) -> float:
     """Return the value of a metric without labels."""
-    page = httpx.get(f"{server.url}/metrics").text
-    families = text_string_to_metric_families(page)
-    return next(each.value for one in families for each in one.samples if each.name == name)
+    return total(samples_of(server), name)
 
 
 def lasting(model: dict[str, Any]) -> dict[str, Any]:

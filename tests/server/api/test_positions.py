@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, run_here, running_server
 
 _METHODS = {"rerope": {"window": 64}, "self_extend": {"window": 64, "group": 16}}
@@ -89,9 +90,9 @@ def test_models_and_metrics_name_the_method(placed: Server) -> None:
     assert about["tiers"][1]["positions"] == {"method": "rerope", "window": 64}
     assert about["allowed_positions"] == ["native", "rerope"]
     assert "allowed_positions" in httpx.get(f"{placed.url}/v1/models/yarn").json()["ropewalk"]
-    metrics = httpx.get(f"{placed.url}/metrics").text
-    assert 'factor="1",finish_reason="length",model_name="rerope"' in metrics
-    assert 'rope_type="default+rerope"' in metrics
+    ended = {"model_name": "rerope", "finish_reason": "length"}
+    applied = {"rope_type": "default+rerope", "factor": "1"}
+    assert total(samples_of(placed), "ropewalk_requests_total", **ended, **applied) > 0
     assert "positions      rerope, window 64" in placed.banner
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests import fixed_costs
+from tests.servers.metrics import samples_of, total
 from tests.servers.openai_client import openai_client_of
 from tests.servers.processes import Server, running_server
 
@@ -59,14 +59,10 @@ def test_the_metrics_count_drafts(server: Server) -> None:
         client.completions.create(
             model="ropewalk-demo", prompt="a b c d " * 20, max_tokens=40, temperature=0
         )
-    page = httpx.get(f"{server.url}/metrics").text
-    counts = {
-        line.split()[0]: float(line.split()[1])
-        for line in page.splitlines()
-        if line.startswith("ropewalk_draft_tokens")
-    }
-    drafted = counts["ropewalk_draft_tokens_total"]
-    assert 0 <= counts["ropewalk_draft_tokens_accepted_total"] <= drafted
+    samples = samples_of(server)
+    drafted = total(samples, "ropewalk_draft_tokens_total")
+    assert 0 <= total(samples, "ropewalk_draft_tokens_accepted_total") <= drafted
+    assert drafted > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 
 from tests.oracles.schemas import HOSTILE
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import json"}]
@@ -300,9 +301,7 @@ def test_a_grammar_that_fails_late_is_the_clients_mistake(server: Server, path: 
     assert error["message"] in streamed
     assert ("invalid_prompt" if path == "/v1/responses" else "invalid_request_error") in streamed
     assert "server_error" not in streamed
-    metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
-    errors = [line for line in metrics.splitlines() if 'finish_reason="error"' in line]
-    assert all(line.endswith(" 0.0") for line in errors)
+    assert total(samples_of(server), "ropewalk_requests_total", finish_reason="error") == 0
 
 
 @pytest.mark.alone  # it is about seconds

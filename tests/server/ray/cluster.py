@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server
 
 _READY_S = 120
@@ -55,28 +55,6 @@ def is_alive(pid: int) -> bool:
     return bool(state) and state[0] != "Z"
 
 
-def metrics_of(server: Server) -> dict[str, float]:
-    """The samples of the router and the sums of its servers', by name and labels as printed."""
-    found: dict[str, float] = defaultdict(float)
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        asked: list[dict[str, str]] = [{}]
-        targets = client.get("/metrics/servers")
-        if targets.is_success:  # a server is ready
-            asked += [{"server": each["labels"]["__param_server"]} for each in targets.json()]
-        for parameters in asked:
-            page = client.get("/metrics", params=parameters)
-            for line in page.text.splitlines() if page.is_success else ():
-                if line and not line.startswith("#"):
-                    name, _, value = line.rpartition(" ")
-                    found[name] += float(value)
-    return dict(found)
-
-
-def total(samples: dict[str, float], name: str) -> float:
-    """Sum of a family's samples over all labels."""
-    return sum(value for key, value in samples.items() if key.split("{")[0] == name)
-
-
 def wait_until(condition: Callable[[], bool], limit_s: float = _READY_S) -> None:
     """Wait for a condition. Raises AssertionError after the limit."""
     deadline = time.monotonic() + limit_s
@@ -90,7 +68,8 @@ def wait_for_replicas(server: Server, number: int) -> None:
 
     def is_so() -> bool:
         try:
-            return metrics_of(server).get('ropewalk_router_servers{state="ready"}') == number
+            samples = samples_of(server)
+            return total(samples, "ropewalk_router_servers", state="ready") == number
         except (httpx.HTTPError, ValueError):
             return False
 

@@ -11,7 +11,8 @@ import pytest
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.ray.autoscale import by_tokens, load_of
-from tests.server.ray.cluster import body, metrics_of, stream
+from tests.server.ray.cluster import body, stream
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import running_server
 
 pytestmark = pytest.mark.ray
@@ -72,7 +73,7 @@ def test_a_server_is_added_under_load() -> None:
         loading.start()
         try:
             deadline = time.monotonic() + 200
-            while metrics_of(server)['ropewalk_router_servers{state="ready"}'] < 2:
+            while total(samples_of(server), "ropewalk_router_servers", state="ready") < 2:
                 assert time.monotonic() < deadline
                 time.sleep(1)
         finally:

@@ -15,13 +15,12 @@ import pytest
 from tests.server.ray.cluster import (
     actors_of,
     is_alive,
-    metrics_of,
     servers_of,
     streams,
-    total,
     wait_for_replicas,
     wait_until,
 )
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, command, running_server
 from tests.servers.programs import free_port
 
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.ray
 def test_each_server_is_a_target_of_prometheus(fleet: Server) -> None:
     """The servers refuse others than the router, so it reads their pages."""
     wait_for_replicas(fleet, 2)
-    before = metrics_of(fleet)
+    before = samples_of(fleet)
     asyncio.run(streams(fleet, 8, 20))
-    after = metrics_of(fleet)
+    after = samples_of(fleet)
     name = "ropewalk_generated_tokens_total"
     assert total(after, name) - total(before, name) == 8 * 20
     assert len(httpx.get(f"{fleet.url}/metrics/servers", timeout=30).json()) == 2

@@ -9,13 +9,12 @@ import pytest
 from tests.server.ray.cluster import (
     Answer,
     actors_of,
-    metrics_of,
     servers_of,
     streams,
-    total,
     wait_for_replicas,
     wait_until,
 )
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server
 
 pytestmark = pytest.mark.ray
@@ -41,7 +40,7 @@ def test_a_lost_server_changes_no_text(
     wait_for_replicas(fleet, 2)
     servers = servers_of(fleet)
     assert len(servers) == 2
-    before = metrics_of(fleet)
+    before = samples_of(fleet)
     victim = servers[round_ % 2]
     answers = asyncio.run(
         streams(
@@ -53,14 +52,13 @@ def test_a_lost_server_changes_no_text(
         )
     )
     assert answers == undisturbed
-    after = metrics_of(fleet)
+    after = samples_of(fleet)
 
-    def grown(family: str) -> float:
-        return total(after, family) - total(before, family)
+    def grown(family: str, **labels: str) -> float:
+        return total(after, family, **labels) - total(before, family, **labels)
 
     assert grown("ropewalk_router_requests_total") == NUM_STREAMS
-    continued = 'ropewalk_router_continued_total{outcome="ok"}'
-    num_continued = after[continued] - before[continued]
+    num_continued = grown("ropewalk_router_continued_total", outcome="ok")
     if name == "SIGTERM":  # on which a server finishes what it has
         assert num_continued == 0
     else:

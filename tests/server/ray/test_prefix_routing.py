@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.server.ray.cluster import metrics_of, total
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, running_server
 from tests.servers.progress import say
 
@@ -47,5 +47,5 @@ def test_cached_share_of_twelve_prefixes(routed: Server) -> None:
     share = num_cached / (len(order) * NUM_PAGES * PAGE)
     best = 1 - 1 / NUM_REQUESTS
     say(f"{share:.3f} of prefix tokens cached, {share / best:.3f} of the best")
-    assert total(metrics_of(routed), "ropewalk_prompt_tokens_cached_total") == num_cached
+    assert total(samples_of(routed), "ropewalk_prompt_tokens_cached_total") == num_cached
     assert share >= 0.95 * best

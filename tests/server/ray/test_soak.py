@@ -12,12 +12,11 @@ import pytest
 from tests.server.ray.cluster import (
     Answer,
     body,
-    metrics_of,
     servers_of,
     stream,
-    total,
     wait_for_replicas,
 )
+from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, rss_mib
 from tests.servers.progress import say
 
@@ -32,9 +31,9 @@ def test_counters_are_what_clients_saw_and_memory_is_flat(fleet: Server) -> None
     """A kill a minute loses no request, and the router does not grow."""
     wait_for_replicas(fleet, 2)
     asyncio.run(_load(fleet, 8, kills=False))  # what is allocated once is allocated
-    before, before_mib = metrics_of(fleet), rss_mib(fleet.pid)
+    before, before_mib = samples_of(fleet), rss_mib(fleet.pid)
     answers, num_kills = asyncio.run(_load(fleet, SECONDS, kills=True))
-    after = metrics_of(fleet)
+    after = samples_of(fleet)
     grown_mib = rss_mib(fleet.pid) - before_mib
 
     def difference(family: str) -> float:
