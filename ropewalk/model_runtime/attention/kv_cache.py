@@ -3,6 +3,7 @@
 Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,8 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, PageArrays
 from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros for cached numbers. A CPU's take memory when they are written, not before.
+
+    torch would write gigabytes at the start. Contexts are read from end to end, as weights are, so
+    a CPU's lie in huge pages, too.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    numbers = torch.from_numpy(huge_pages.zeros(math.prod(shape) * dtype.itemsize))
+    return numbers.view(dtype).view(shape)
 
 
 class KVCache:
@@ -54,10 +68,10 @@ class KVCache:
                 continue
             pages = (num_pages, layer.num_key_heads)
             sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
-            keys = torch.zeros(*pages, *sides, dtype=dtype, device=device)
+            keys = zeros((*pages, *sides), dtype, device)
             self._pages[index] = (
                 keys.transpose(2, 3) if row_keys else keys,
-                torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
+                zeros((*pages, page_size, layer.value_dim), dtype, device),
             )
             if groups is not None:
                 shared[places[index][1]] = self._pages[index]

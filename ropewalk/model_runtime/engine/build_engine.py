@@ -155,7 +155,7 @@ def build_runner(
             groups = config.page_groups
             store = new_store(checkpoint.plans, num_pages, page_size, *on, groups=groups)
         states = state_store(checkpoint.states, config.num_state_slots, checkpoint.device)
-    except RuntimeError as error:  # raised by torch if memory is short, on a CPU and on a GPU
+    except (MemoryError, RuntimeError) as error:  # the latter by torch on a GPU
         slots = f" beside {config.num_state_slots} slots of states" if checkpoint.states else ""
         raise ModelError(
             f"there is no memory for a KV cache of {config.kv_cache_tokens} tokens{slots}: {error}"

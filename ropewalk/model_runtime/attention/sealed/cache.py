@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
-from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.kv_cache import KVCache, zeros
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages, own_pages
 from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
 from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
@@ -71,8 +71,8 @@ class SealedCache(KVCache):
             place = index if groups is None else self.places[index][1]
             if place not in shared:
                 shape = num_pages, layer.num_key_heads, record
-                shared[place] = torch.zeros(*shape, dtype=torch.uint8, device=device)
-            opened = torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype, device=device)
+                shared[place] = zeros(shape, torch.uint8, device)
+            opened = zeros((num_open, layer.num_key_heads, numbers), dtype, device)
             self._pages[index] = shared[place], opened
             self.most_numbers = max(self.most_numbers, layer.num_key_heads * numbers)
 
