@@ -15,7 +15,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup
 from ropewalk.model_runtime.attention.work_list import BEYOND
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
-from ropewalk.model_runtime.gpu.rotate import (
+from ropewalk.model_runtime.gpu.primitives import (
     KERNEL_LN_2,
     KERNEL_LOG2_E,
     LOG2_E,

@@ -25,8 +25,9 @@ from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.prefill import prefill, prefill_placed
-from ropewalk.model_runtime.gpu.rotate import key_strides, padded
+from ropewalk.model_runtime.gpu.prefill import prefill
+from ropewalk.model_runtime.gpu.prefill_parts import prefill_placed
+from ropewalk.model_runtime.gpu.primitives import key_strides, padded
 from ropewalk.model_runtime.transfer import make_current
 from ropewalk.rope import PositionMethod
 

@@ -26,7 +26,7 @@ from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, sizes_of
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
 from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
-from ropewalk.model_runtime.gpu.rotate import (
+from ropewalk.model_runtime.gpu.primitives import (
     KERNEL_LN_2,
     LOG2_E,
     angles,

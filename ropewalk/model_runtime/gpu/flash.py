@@ -20,7 +20,8 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import Mask, PromptGroup
 from ropewalk.model_runtime.gpu.cards.flash_4 import LEAST_TOKENS, flash_4, is_better, is_installed
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import heads_at_once, padded
+from ropewalk.model_runtime.gpu.primitives import padded
+from ropewalk.model_runtime.gpu.rotate import heads_at_once
 
 _MOST_DIM = 256
 _DIM_STEP = 8

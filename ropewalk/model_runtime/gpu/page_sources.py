@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
-from ropewalk.model_runtime.gpu.rotate import key_strides
+from ropewalk.model_runtime.gpu.primitives import key_strides
 from ropewalk.model_runtime.gpu.sealed_numbers import KINDS, Records
 
 _OWN_STAGES = 2  # one page is a few tiles, and none waits for the number of a page

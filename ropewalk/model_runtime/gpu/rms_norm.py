@@ -1,9 +1,13 @@
-"""One kernel for an RMSNorm, with the addition of a residual before it if there is one.
+"""RMSNorm on a GPU as one kernel, which can add a residual first.
+
+A decoder adds the output of a block to its residual and normalises the sum for the next block. The
+next block's norm belongs to another layer, so the layer before computes sum and norm together, and
+the norm keeps its result until it is called with that sum.
 
 Sums are float32. A result is rounded where transformers rounds it: the sum before its norm, and a
 norm before its weight, except if the weight's factor is 1 + weight (Gemma).
 
-Shapes: R = rows, D = dimensions of a row.
+Shapes: R = rows, C = columns, D = dimensions of a row or of a norm's columns.
 """
 
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import padded
+from ropewalk.model_runtime.gpu.primitives import padded
 from ropewalk.model_runtime.layers.match_norm import ROUNDING, NormParts
 from ropewalk.model_runtime.probing.equivalence import IsEqual, equal_by_scale
 
@@ -154,15 +158,6 @@ def _launch(
         ADDS=adds, HAS_INNER=has_inner, PLUS_ONE=scale.plus_one, INNER_PLUS_ONE=inner.plus_one,
         num_warps=min(16, max(1, width_2 // _DIMS_PER_WARP)),
     )  # fmt: skip
-
-
-# RMSNorm on a GPU as one kernel, which can add a residual first.
-#
-# A decoder adds the output of a block to its residual and normalises the sum for the next block.
-# The next block's norm belongs to another layer, so the layer before computes sum and norm
-# together, and the norm keeps its result until it is called with that sum.
-#
-# Shapes: D = dimensions of a row.
 
 
 class GpuRmsNorm(nn.Module):

@@ -99,7 +99,7 @@ def test_flash_attention_reads_the_parts(
 
 def test_a_part_without_keys_weighs_nothing_and_gives_no_nan() -> None:
     """A row whose log-sum-exp is minus infinity changes neither a part before nor one behind."""
-    from ropewalk.model_runtime.gpu.prefill import _add
+    from ropewalk.model_runtime.gpu.prefill_parts import _add
 
     none = -torch.inf
     sums, lses = torch.zeros(3, 2, 16), torch.full((3, 2), none)

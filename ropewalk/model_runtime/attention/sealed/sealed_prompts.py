@@ -9,7 +9,7 @@ A query reads earlier pages sealed and its own page exact. So the keys of a row 
 
 A part is a run of rows with one mask over successive keys of one source. Keys of a source are
 gathered once, those between as often as the number of pages has binary digits. Parts are read like
-prompts, and a row's parts are merged by their log-sum-exp (`gpu/prefill.py`). The ranges of a
+prompts, and a row's parts are merged by their log-sum-exp (`gpu/prefill_parts.py`). The ranges of a
 position method are cut by source in the same way.
 
 Shapes: T = query tokens of a prompt, G = parts of a group.

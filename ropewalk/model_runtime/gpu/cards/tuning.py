@@ -13,7 +13,7 @@ import torch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import TILE
 from ropewalk.model_runtime.gpu.cards.card import Card, card_of
-from ropewalk.model_runtime.gpu.rotate import padded, tile_len
+from ropewalk.model_runtime.gpu.primitives import padded, tile_len
 
 
 @dataclass(frozen=True, slots=True)

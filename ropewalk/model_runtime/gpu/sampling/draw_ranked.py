@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import padded
+from ropewalk.model_runtime.gpu.primitives import padded
 
 _BLOCK, _WARPS = 256, 8  # tokens that a program holds at once, one for each thread
 _SEARCHED = 4096  # the same where it looks for the drawn token

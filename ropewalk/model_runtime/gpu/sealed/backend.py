@@ -24,7 +24,7 @@ from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.cards.tuning import tuning_of
 from ropewalk.model_runtime.gpu.decode import decode
 from ropewalk.model_runtime.gpu.page_sources import Sealed
-from ropewalk.model_runtime.gpu.prefill import PackedPart, merge_parts
+from ropewalk.model_runtime.gpu.prefill_parts import PackedPart, merge_parts
 from ropewalk.model_runtime.gpu.rotate import gathered
 from ropewalk.model_runtime.gpu.sealed.seal import seal, write
 from ropewalk.model_runtime.gpu.sealed_numbers import Records

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import padded
+from ropewalk.model_runtime.gpu.primitives import padded
 from ropewalk.model_runtime.gpu.sealed_numbers import Records
 
 _LEAST_STEP = tl.constexpr(2.0**-14)  # the least and the largest normal number of float16

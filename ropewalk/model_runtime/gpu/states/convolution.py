@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import padded
+from ropewalk.model_runtime.gpu.primitives import padded
 
 _TOKENS = 16  # that a program holds at once
 # Tokens of a program if a sequence has more than that. A step has as many programs for each of its

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.rotate import padded
+from ropewalk.model_runtime.gpu.primitives import padded
 
 _L2_EPS = tl.constexpr(1e-6)  # as in the published kernels
 _COLUMNS = 8  # of a state in a program: 128 x 8 numbers are 32 registers of each thread
