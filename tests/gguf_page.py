@@ -9,7 +9,7 @@ from ropewalk.model_runtime.formats.gguf.gguf_architectures import (
     Architecture,
 )
 from ropewalk.model_runtime.formats.gguf.gguf_blocks import UNPACKED
-from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import PRE_TOKENIZERS
+from ropewalk.model_runtime.formats.gguf.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 _RATES = "exp of decay rates"
 _OF_STATES = {

@@ -9,8 +9,8 @@ import pytest
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf.gguf_pre_tokenizers import PRE_TOKENIZERS
 from ropewalk.model_runtime.formats.gguf.gguf_tokenizer import (
-    PRE_TOKENIZERS,
     FileTokenizer,
     ids_without_token,
     read_tokenizer,
