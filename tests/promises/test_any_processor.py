@@ -18,7 +18,7 @@ from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.packed_product import Way, Workshop
 from ropewalk.model_runtime.layers.way_trial import is_possible
 from ropewalk.model_runtime.loading import checkpoint
-from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.loading.load_faults import faults_of
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.runner import backends
 from tests.checkpoints.tiny_models import in_dtype, tiny_model

@@ -16,7 +16,7 @@ import torch
 
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model

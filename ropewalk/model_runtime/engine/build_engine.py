@@ -15,7 +15,7 @@ from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.loading.load_faults import faults_of
 from ropewalk.model_runtime.page_groups import refuse_releases
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.backends import (

@@ -33,9 +33,11 @@ from ropewalk.model_runtime.loading.files.pretrained import (
     load_tokenizer,
 )
 from ropewalk.model_runtime.loading.generation_config import generation_of
-from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
-from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
+from ropewalk.model_runtime.loading.load_faults import faults_of
+from ropewalk.model_runtime.loading.load_progress import logged_progress
+from ropewalk.model_runtime.loading.low_bits.hold import storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.low_bits.quantise import Distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     Activations,
     Storage,

@@ -23,7 +23,7 @@ from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_deco
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.layers.skip_rotation import with_globals
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.tracing.operations import UntraceableError

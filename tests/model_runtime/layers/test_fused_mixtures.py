@@ -15,7 +15,7 @@ from ropewalk.model_runtime.layers.experts.routing import expert_blocks
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, restore
 from ropewalk.model_runtime.layers.fused.mixtures import experts_product, stage_widths
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.tracing.operations import Leave, UntraceableError
 from tests.checkpoints.expert_files import FILES, expert_file
 from tests.checkpoints.tiny_models import in_dtype, tiny_model

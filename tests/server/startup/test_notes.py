@@ -9,7 +9,7 @@ from transformers.utils import find_adapter_config_file
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.files.pretrained import NO_ADAPTER
-from ropewalk.model_runtime.loading.hub.snapshot import needed_files
+from ropewalk.model_runtime.loading.hub.needed_files import needed_files
 from ropewalk.model_runtime.loading.hub.wanted import Wanted
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
 from tests.checkpoints.gguf_cases import CASES

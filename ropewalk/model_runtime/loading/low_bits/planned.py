@@ -14,9 +14,9 @@ from ropewalk.model_runtime.loading.low_bits.hold import (
     hold,
     hold_experts,
     holders,
-    modules_for_int8,
     storage_of,
 )
+from ropewalk.model_runtime.loading.low_bits.quantise import modules_for_int8
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     NEEDS_FEW_BITS,
     Activations,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
-from ropewalk.model_runtime.loading.low_bits.hold import Distance, distance
+from ropewalk.model_runtime.loading.low_bits.quantise import Distance, distance
 from ropewalk.model_runtime.loading.low_bits.sizes import NEEDS_FEW_BITS
 from ropewalk.model_runtime.loading.self_check import (
     PagedPrompts,

@@ -19,8 +19,9 @@ from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowB
 from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model, storage_of
+from ropewalk.model_runtime.loading.low_bits.hold import storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.expert_files import FILES, expert_file
 from tests.checkpoints.tiny_models import in_dtype, tiny_model

@@ -28,8 +28,8 @@ from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
-from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.low_bits.quantise import distance, quantise_model
 from ropewalk.model_runtime.loading.model_config import read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, as_float32, quantised

@@ -11,8 +11,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint, prepare_model
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written, quantised
