@@ -74,7 +74,6 @@ def described(thing: Any) -> str:
 
 
 def _code_hash(function: Callable[..., Any]) -> str:
-    """Return a hash of a function's own code and constants."""
     code = function.__code__
     numbers = [each for each in code.co_consts if isinstance(each, int | float | str)]
     return hashlib.sha256(code.co_code + repr((numbers, code.co_names)).encode()).hexdigest()

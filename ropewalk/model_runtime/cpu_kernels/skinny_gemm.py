@@ -354,7 +354,6 @@ class RowProducts:
         return out_RN
 
     def _rows(self, x_RK: Numbers, num_threads: int) -> Any:  # noqa: ARG002
-        """Return rows as the kernel takes them."""
         return self.multiplying.rows_for(x_RK)
 
     def _num_threads(self, num_rows: int) -> int:

@@ -271,7 +271,6 @@ class Postprocessor:
                 self._requests.deliver(state, output)
 
     def _fail_without_token(self, states: Sequence[RequestState], token_ids: Sequence[int]) -> None:
-        """End the requests whose rows cannot be sampled."""
         for state, token_id in zip(states, token_ids, strict=True):
             if token_id == NO_TOKEN:
                 self._requests.fail(state, "its next token cannot be sampled")

@@ -36,7 +36,6 @@ _LOOK_UP_IN_TWO = "llvm.x86.avx512.vpermi2var.hi.512"
 
 
 def _codes(kind: Format) -> list[int]:
-    """Return the code of each q."""
     zero = 0 if kind.has_minimum else kind.zero
     numbers = kind.table or range(2**kind.bits)
     return [number - zero for number in numbers]
