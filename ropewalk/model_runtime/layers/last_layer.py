@@ -8,7 +8,7 @@ to the final norm and the logits.
 
 Outside attention, rows do not depend on each other, so the logits stay the same. They are the same
 to the bit if products are (packed_linear.py). A model's structure does not prove that it allows
-this: choose_forward.py tests the model, and restores the layer if the test fails.
+this: install_forward.py tests the model, and restores the layer if the test fails.
 
 Shapes: R = rows that go on.
 """

@@ -33,6 +33,7 @@ from ropewalk.model_runtime.loading.files.pretrained import (
     load_tokenizer,
 )
 from ropewalk.model_runtime.loading.generation_config import generation_of
+from ropewalk.model_runtime.loading.install_forward import install_forward
 from ropewalk.model_runtime.loading.load_faults import faults_of
 from ropewalk.model_runtime.loading.load_progress import logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import storage_of
@@ -67,7 +68,6 @@ from ropewalk.model_runtime.loading.self_check import (
     SelfCheckReport,
     check,
     check_structure,
-    choose_forward,
 )
 from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.probing.probe import text_config
@@ -349,7 +349,7 @@ def prepare_model(
     if is_packed:
         decoder = decoder_of(model, plans, division)
         products = products_text(model, parameter.dtype)
-    report = choose_forward(prompts, report, decoder, flat)
+    report = install_forward(prompts, report, decoder, flat)
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(

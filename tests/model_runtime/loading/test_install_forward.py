@@ -10,10 +10,11 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
-from ropewalk.model_runtime.loading import self_check as choosing
+from ropewalk.model_runtime.loading import install_forward as installing
+from ropewalk.model_runtime.loading.install_forward import install_forward
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
-from ropewalk.model_runtime.loading.self_check import PagedPrompts, check, choose_forward
+from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
 from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.checkpoints.tiny_models import tiny_model
@@ -63,8 +64,8 @@ def test_a_pruned_layer_is_kept_within_the_threshold(
     def wrong(given: PagedPrompts) -> Tensor:
         return given.long_TV[-2:] + error * report.threshold
 
-    monkeypatch.setattr(choosing, "_last_logits", wrong)
-    chosen = choose_forward(prompts, report)
+    monkeypatch.setattr(installing, "_last_logits", wrong)
+    chosen = install_forward(prompts, report)
     assert (pruned_layer(prompts.model) is not None) is is_kept
     assert chosen.bitwise is is_bitwise
     assert (chosen.difference, chosen.threshold) == (report.difference, report.threshold)
