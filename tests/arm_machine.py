@@ -36,7 +36,7 @@ _DEFAULT = (
     "tests/promises/test_any_processor.py",
     "tests/model_runtime/cpu_kernels/test_attention_block.py",
     "tests/model_runtime/layers/test_rms_norm.py",
-    "tests/model_runtime/layers/test_gated_mlp.py",
+    "tests/model_runtime/layers/test_activations.py",
 )
 
 

@@ -13,7 +13,7 @@ import structlog
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
-from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, program_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from ropewalk.model_runtime.tracing.operations import UntraceableError
 from tests.checkpoints.tiny_models import tiny_model
@@ -126,7 +126,7 @@ def step_of(checkpoint: Checkpoint) -> str:
     if isinstance(vars(checkpoint.model).get("forward"), DecoderLayers):
         return "one call"
     try:
-        fuse_decoder(checkpoint.model, checkpoint.plans)
+        program_of(checkpoint.model, checkpoint.plans)
     except UntraceableError as error:
         return str(error)
     return "has other bits in one call"

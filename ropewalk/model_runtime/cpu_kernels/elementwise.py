@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.activations import SILU, activate
+from ropewalk.model_runtime.cpu_kernels.activations import activate
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.simd import (
@@ -25,9 +25,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
     broadcast,
     fma,
     load,
-    multiply,
     reduce_add,
-    store,
 )
 from ropewalk.model_runtime.cpu_kernels.threads import even_shares, num_threads_for, run_shares
 
@@ -208,35 +206,14 @@ def activated(values_X: Numbers, kind: int) -> Numbers:
 
 
 @jit()
-def gate(both_RG: Numbers, out_RI: Numbers, kind: int, begin: int, end: int) -> None:
-    """Compute activation(first half) * second half for rows `begin` to `end` - 1."""
-    width = out_RI.shape[1]
-    row_I = np.empty(width, np.float32)
-    for r in range(begin, end):
-        gate_row(both_RG, 2 * r * width, both_RG, (2 * r + 1) * width, kind, row_I)
-        narrow(row_I, out_RI[r])
-
-
-@jit()
-def gate_row(x: Numbers, x_at: int, up: Numbers, up_at: int, kind: int, row_I: Floats) -> None:
-    """Compute activation(x) * up of elements from `x_at` and `up_at` on; I is whole registers."""
-    for i in range(0, row_I.shape[0], WIDTH):
-        store(row_I, i, load(x, x_at + i))
-    activate(row_I, kind)
-    for i in range(0, row_I.shape[0], WIDTH):
-        store(row_I, i, multiply(load(row_I, i), load(up, up_at + i)))
-
-
-def gated(both_RG: Numbers, kind: int = SILU) -> Numbers:
-    """Return activation(first half) * second half, [R, G] -> [R, I]; I is a multiple of WIDTH.
-
-    The arrays are float32 or bf16's bits.
-    """
-    num_rows, width = len(both_RG), both_RG.shape[1] // 2
-    out_RI = np.empty((num_rows, width), both_RG.dtype)
-    shares = row_shares(num_rows, num_rows * width)
-    run_shares(gate, shares, both_RG, out_RI, kind)
-    return out_RI
+def multiply_row(x_C: Numbers, other_C: Numbers) -> None:
+    """Multiply a row by another one in place, rounded once."""
+    row_C, factor_C = np.empty(len(x_C), np.float32), np.empty(len(x_C), np.float32)
+    widen(x_C, row_C)
+    widen(other_C, factor_C)
+    for c in range(len(row_C)):
+        row_C[c] *= factor_C[c]
+    narrow(row_C, x_C)
 
 
 def row_shares(num_rows: int, num_numbers: int) -> list[tuple[int, int]]:

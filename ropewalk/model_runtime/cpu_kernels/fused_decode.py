@@ -36,7 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import (
     activate_part,
-    gate_row,
+    multiply_row,
     narrow,
     normalize_row,
     widen,
@@ -49,9 +49,9 @@ from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
 # Codes of operations. Those up to _LAST_OF_ROWS compute each row by itself.
 (
-    NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE,
+    NORM, ADD, SUBTRACT, MULTIPLY, ACTIVATE, GATHER, PRODUCT, ATTEND, ROUTE, ENTER, LEAVE,
     DELTA, SHIFT,
-) = range(14)  # fmt: skip
+) = range(13)  # fmt: skip
 _LAST_OF_ROWS = GATHER
 _FIRST_OF_MIXTURES = ROUTE
 _FIRST_OF_STATES = DELTA
@@ -139,17 +139,13 @@ def run_on_rows(
     at, out_at = fields_F[FIRST_AT], fields_F[OUT_AT]
     if code == NORM:
         _norm(fields_F, factors_X[EPS], x, out, begin, end, like_scale)
-    elif code == GATE:
-        row_I = np.empty(num, np.float32)
-        for r in range(begin, end):
-            x_at = r * x.shape[1] + at
-            other_at = r * other.shape[1] + fields_F[SECOND_AT]
-            gate_row(x, x_at, other, other_at, fields_F[KIND], row_I)
-            narrow(row_I, out[r, out_at : out_at + num])
     elif code == ACTIVATE:
+        other_at = fields_F[SECOND_AT]
         for r in range(begin, end):
             row, out_row = x[r, at : at + num], out[r, out_at : out_at + num]
             activate_part(row, fields_F[KIND], out_row, 0, num)
+            if fields_F[SECOND] != NO_SLOT:  # a gate
+                multiply_row(out_row, other[r, other_at : other_at + num])
     elif code == GATHER:
         index_C = carray(pointer_to(fields_F[ADDRESS], fields_F), num)
         for r in range(begin, end):

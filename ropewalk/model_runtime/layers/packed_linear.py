@@ -17,11 +17,12 @@ from ropewalk.model_runtime.cpu_kernels.activations import KINDS
 from ropewalk.model_runtime.cpu_kernels.elementwise import activated, as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import ROUNDED, panels_text
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
-from ropewalk.model_runtime.layers.merged_linear import is_linear, join, placeholder
+from ropewalk.model_runtime.layers.merged_linear import is_linear, placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.replace_modules import activation_classes, swap_modules
 from ropewalk.model_runtime.layers.way_trial import choose_way
 from ropewalk.model_runtime.probing.equivalence import equal_by_row, trial_rows
+from ropewalk.model_runtime.tracing.operations import Linears
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.low_bits.product import LowBitWorkshop
@@ -38,17 +39,25 @@ class PackedLinear(nn.Module):
     is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(
-        self, linear: nn.Linear | LowBitLinear, product: PackedProduct | None = None
+        self, linear: nn.Linear | LowBitLinear, product: PackedProduct | None = None, first: int = 0
     ) -> None:
+        """Keep a product, in which the linear's outputs begin at `first`."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = product or Workshops([linear]).product([linear])
+        self._first = first
         self.weight = placeholder(linear.weight)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the linear, [..., in] -> [..., out]; rows do not depend on each other."""
-        return self.product(x)
+        """Compute the linear, [..., in] -> [..., out]; rows do not depend on each other.
+
+        A product of several linears is computed whole, because a program calls it, not this.
+        """
+        out = self.product(x)
+        if out.shape[-1] == self.out_features:
+            return out
+        return out.narrow(-1, self._first, self.out_features)
 
 
 class RowwiseActivation(nn.Module):
@@ -114,40 +123,51 @@ def _leaves_no_remainder(num_values: int, num_threads: int) -> bool:
     )
 
 
-def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
-    """Replace every linear and stateless activation of the model, in place.
-
-    `groups`: names of linears that read one tensor, in the order of their calls
-    (merged_linear.shared_inputs finds them).
-    """
-    packable = [
-        names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
-    ]
-    for names in packable:
-        _hold_floats(model, names)
-    joined = [[model.get_submodule(name) for name in names] for names in packable]
-    workshops = Workshops([module for module in model.modules() if _is_packable(module)], joined)
-    join(model, packable, workshops.product)
-    activations = activation_classes()
+def replace_activations(model: nn.Module) -> None:
+    """Replace every activation without parameters, in place."""
+    kinds = activation_classes()
 
     def other(module: nn.Module) -> nn.Module | None:
-        if _is_packable(module):
-            return PackedLinear(module, workshops.product([module]))
-        if isinstance(module, activations) and not list(module.parameters()):
-            return RowwiseActivation(module)
-        return None
+        is_plain = isinstance(module, kinds) and not list(module.parameters())
+        return RowwiseActivation(module) if is_plain else None
 
     swap_modules(model, other)
 
 
-def _hold_floats(model: nn.Module, names: Sequence[str]) -> None:
-    """Give floats panels if other linears with their input have few bits: all are one product."""
-    modules = {name: model.get_submodule(name) for name in names}
-    floats = {name: each for name, each in modules.items() if type(each) is nn.Linear}
-    dtypes = {each.weight.dtype for each in modules.values()}
-    if len(floats) < len(modules) and len(dtypes) == 1:
-        for name, each in floats.items():
-            model.set_submodule(name, in_float_panels(each))
+def pack(model: nn.Module, joined: Sequence[Linears] = ()) -> None:
+    """Replace every linear of the model, in place, and lay out the products of `joined`."""
+    for each in joined:
+        each.modules = _held(model, each.modules)
+    groups = [each.modules for each in joined if len(each.modules) > 1]
+    workshops = Workshops([each for each in model.modules() if is_packable(each)], groups)
+    packed: dict[int, PackedLinear] = {}
+    for each in joined:
+        known = packed.get(id(each.modules[0]))  # called several times
+        each.product = workshops.product(each.modules) if known is None else known.product
+        first = 0
+        for linear in each.modules:
+            if known is None:
+                packed[id(linear)] = PackedLinear(linear, each.product, first)
+                linear.weight = packed[id(linear)].weight  # the original is freed
+            first += linear.out_features
+
+    def other(module: nn.Module) -> nn.Module | None:
+        known = packed.get(id(module))
+        if known is not None or not is_packable(module):
+            return known
+        return PackedLinear(module, workshops.product([module]))
+
+    swap_modules(model, other)
+
+
+def _held(model: nn.Module, linears: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return linears of one product, with panels for floats beside few bits."""
+    floats = {id(each) for each in linears if type(each) is nn.Linear}
+    if not 0 < len(floats) < len(linears):
+        return linears
+    held = {id(each): in_float_panels(each) for each in linears if id(each) in floats}
+    swap_modules(model, lambda module: held.get(id(module)))
+    return tuple(held.get(id(each), each) for each in linears)
 
 
 class Workshops:
@@ -219,10 +239,9 @@ def products_of(model: nn.Module) -> list[PackedProduct]:
     """Return the products of a packed model, each once."""
     found = {}
     for module in model.modules():
-        for name in ("product", "gate_up", "down"):
-            product = getattr(module, name, None)
-            if isinstance(product, PackedProduct):
-                found[id(product)] = product
+        product = getattr(module, "product", None)
+        if isinstance(product, PackedProduct):
+            found[id(product)] = product
     return list(found.values())
 
 
@@ -231,5 +250,5 @@ def ways_of(model: nn.Module) -> set[Way]:
     return {each.way for each in products_of(model) if not each.weights}
 
 
-def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear | LowBitLinear]:
+def is_packable(module: nn.Module) -> TypeGuard[nn.Linear | LowBitLinear]:
     return is_linear(module) and module.weight.dtype in DTYPES

@@ -27,9 +27,9 @@ class RmsNorm(nn.Module):
     def __init__(self, parts: NormParts, scale_D: Tensor) -> None:
         super().__init__()
         self.weight, self.bias = parts.weight, parts.bias  # model code may read their dtype
-        self.scale_D = scale_D.float().numpy()
+        self.scale_D = scale_D.float().numpy().copy()  # not of the file that holds the weights
         shift_D = torch.zeros_like(scale_D) if parts.bias is None else parts.bias.detach()
-        self.shift_D = shift_D.float().numpy()
+        self.shift_D = shift_D.float().numpy().copy()
         self.eps = np.float32(parts.eps)
 
     def forward(self, x: Tensor) -> Tensor:

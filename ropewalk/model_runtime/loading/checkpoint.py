@@ -313,9 +313,9 @@ def prepare_model(
         division.divide(model)
         plans = plans_of_part(model, plans)
     is_packed = has_cpu_kernels(parameter.device)
-    flat = None
+    program = flat = None
     if is_packed:
-        pack(model, division, is_ruled=is_ruled)
+        program = pack(model, plans, division, is_ruled=is_ruled)
     elif has_gpu_kernels(parameter.device) and division is None:
         # These import triton.
         from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
@@ -347,7 +347,7 @@ def prepare_model(
         prompts, report, rounding = with_rounded_rows(paged_prompts, prompts, report, text_ids)
     decoder, products = None, BY_TORCH
     if is_packed:
-        decoder = decoder_of(model, plans, division)
+        decoder = None if program is None else decoder_of(model, plans, program)
         products = products_text(model, parameter.dtype)
     report = install_forward(prompts, report, decoder, flat)
     vocab_size = text_config(model).vocab_size

@@ -13,12 +13,12 @@ from torch import nn
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.layers.match_norm import replace_norms
-from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.loading.files.pretrained import leave_file
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
+    from ropewalk.model_runtime.layers.fused.program import Program
 
 BY_TORCH = "torch"  # products, if no compiled kernels serve the device
 
@@ -73,16 +73,23 @@ def rule_experts(model: nn.Module, division: Division | None) -> bool:
     return False
 
 
-def pack(model: nn.Module, division: Division | None, *, is_ruled: bool) -> None:
-    """Replace modules by those with kernels for a CPU, in place."""
-    from ropewalk.model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
+def pack(
+    model: nn.Module,
+    plans: Mapping[int, LayerPlan],
+    division: Division | None,
+    *,
+    is_ruled: bool,
+) -> "Program | None":
+    """Replace modules by those with kernels for a CPU, in place; return the model's program.
+
+    None: a part of the model has no kernel, or it is divided, and gathers between products.
+    """
+    from ropewalk.model_runtime.layers import packed_linear  # noqa: PLC0415
+    from ropewalk.model_runtime.layers.fused.decoder import program_or_none  # noqa: PLC0415
     from ropewalk.model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
 
     dtype = next(model.parameters()).dtype
-    packed_linear.pack(model, shared_inputs(model))
-    if division is not None:
-        division.note_products(model, dtype, torch.device("cpu"))
-    gated_mlp.fuse(model)
+    packed_linear.replace_activations(model)
     if is_ruled:
         from ropewalk.model_runtime.layers.experts import lay_out  # noqa: PLC0415
 
@@ -91,19 +98,22 @@ def pack(model: nn.Module, division: Division | None, *, is_ruled: bool) -> None
         from ropewalk.model_runtime.layers.experts import outside  # noqa: PLC0415
 
         outside.pack(model)
-    leave_file(model)
     replace_norms(model, cpu_candidates)
+    program = program_or_none(model, plans) if division is None else None
+    packed_linear.pack(model, program.linears() if program is not None else ())
+    if division is not None:
+        division.note_products(model, dtype, torch.device("cpu"))
+    leave_file(model)
+    return program
 
 
 def decoder_of(
-    model: nn.Module, plans: Mapping[int, LayerPlan], division: Division | None
-) -> "DecoderLayers | None":
-    """Return the fused forward of a packed model, if it has one; with a division it gathers."""
-    if division is not None:
-        return None
-    from ropewalk.model_runtime.layers.fused.decoder import fused_decoder  # noqa: PLC0415
+    model: nn.Module, plans: Mapping[int, LayerPlan], program: "Program"
+) -> "DecoderLayers":
+    """Return the forward of a packed model by its program."""
+    from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers  # noqa: PLC0415
 
-    return fused_decoder(model, plans)
+    return DecoderLayers(model, program, plans)
 
 
 def products_text(model: nn.Module, dtype: torch.dtype) -> str:

@@ -36,13 +36,29 @@ class Operand:
     columns_C: NDArray[np.int64]
 
 
+@dataclass(eq=False, slots=True)
+class Linears:
+    """Linears that read one operand; a device lays out their weights as one product."""
+
+    modules: tuple[Any, ...]
+    product: Any = None  # the device's, once the weights are laid out
+
+    @property
+    def in_features(self) -> int:
+        return int(self.modules[0].in_features)
+
+    @property
+    def out_features(self) -> int:
+        return sum(each.out_features for each in self.modules)
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Rows times a weight."""
+    """Rows times the weights of linears."""
 
     out: Value
     x: Operand
-    product: Any  # with `in_features` and `out_features`
+    linears: Any  # Linears
 
 
 @dataclass(frozen=True, slots=True)

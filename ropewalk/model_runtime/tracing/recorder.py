@@ -174,20 +174,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     def activate(self, kind: int, x: Tensor) -> Tensor:
         return self.note(lambda out, operand: Activate(out, operand, None, kind), x, x.shape[-1])
 
-    def multiply(self, product: Any, x: Tensor) -> Tensor:
-        return self.note(
-            lambda out, operand: Product(out, operand, product), x, product.out_features
-        )
+    def multiply(self, linears: Any, x: Tensor) -> Tensor:
+        def make(out: Value, operand: Operand) -> Product:
+            if len(operand.columns_C) != linears.in_features:
+                raise UntraceableError("multiplies rows of another width")
+            return Product(out, operand, linears)
 
-    def end(self, product: Any, x: Tensor) -> Tensor:
+        return self.note(make, x, linears.out_features)
+
+    def end(self, linears: Any, x: Tensor) -> Tensor:
         """Note the head, after which torch computes."""
         trace = self.trace
         if trace is None or trace.head is not None:
             raise UntraceableError("calls its head twice")
         operand, _ = self.operand(x)
-        value = self.value(product.out_features)
-        trace.head = Product(value, operand, product)
-        out = x.new_zeros(1, NUM_TOKENS, product.out_features)
+        value = self.value(linears.out_features)
+        trace.head = Product(value, operand, linears)
+        out = x.new_zeros(1, NUM_TOKENS, linears.out_features)
         self._tail.append(out)
         return out
 
@@ -292,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             constant_TC = np.moveaxis(constant, axis, 0).reshape(NUM_TOKENS, -1)
             if (constant_TC != constant_TC[:1]).any():
                 raise UntraceableError(f"has to {name} a constant for each token")
-            read = np.ascontiguousarray(constant_TC[0])
+            read = constant_TC[0].copy()  # not of the file that holds the weights
         value = self.value(len(operand.columns_C))
         self._place(out, value, axis)
         self.operations.append(Combine(value, name, operand, read))

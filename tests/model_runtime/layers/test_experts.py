@@ -43,6 +43,7 @@ def packed(block: Any) -> Any:
     holder = nn.ModuleList([block])
     rule(holder)
     packed_linear.pack(holder)
+    packed_linear.replace_activations(holder)
     pack(holder, next(block.parameters()).dtype)
     return block
 

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.fused import decoder as fused_decoder
-from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder, restore
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, program_of, restore
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.layers.skip_rotation import with_globals
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -224,7 +224,7 @@ def test_other_models_keep_their_own(architecture: str) -> None:
     checkpoint = tiny_checkpoint(architecture)
     assert forward_of(checkpoint) is None
     with pytest.raises(UntraceableError, match=OTHERS[architecture]):
-        fuse_decoder(checkpoint.model, checkpoint.plans)
+        program_of(checkpoint.model, checkpoint.plans)
 
 
 def test_what_a_trace_cannot_see_is_found_by_the_trial() -> None:
@@ -238,7 +238,7 @@ def test_what_a_trace_cannot_see_is_found_by_the_trial() -> None:
 
         layer.forward = halved
     checkpoint = checkpoint_of(model)
-    fuse_decoder(model, checkpoint.plans)  # raises nothing
+    program_of(model, checkpoint.plans)  # raises nothing
     assert forward_of(checkpoint) is None
 
 

@@ -43,6 +43,7 @@ def test_rows_have_the_same_bits_alone_and_the_answers_of_float64(
     exact = copy.deepcopy(block).double()
     holder = nn.ModuleList([block])
     packed_linear.pack(holder)
+    packed_linear.replace_activations(holder)
     outside.pack(holder)
     x = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     found: Tensor = block(x)

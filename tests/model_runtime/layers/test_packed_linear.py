@@ -9,9 +9,15 @@ from transformers.activations import ACT2FN
 
 from ropewalk.model_runtime.layers import onednn, packed_product
 from ropewalk.model_runtime.layers.onednn import OneDnnWeight
-from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation, pack
+from ropewalk.model_runtime.layers.packed_linear import (
+    PackedLinear,
+    RowwiseActivation,
+    pack,
+    replace_activations,
+)
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.way_trial import choose_way, is_possible
+from ropewalk.model_runtime.tracing.operations import Linears
 
 ROWS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 257, 512)
 WAYS = [(dtype, way) for dtype in (torch.float32, torch.bfloat16) for way in Way]
@@ -70,9 +76,7 @@ def test_a_wide_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, w
 @pytest.mark.sampled(by="dtype")
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linears_with_one_input_are_one_product(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_linears_with_one_input_are_one_product(dtype: torch.dtype) -> None:
     """One part has a bias; every row has the bits it has alone, for any number of rows."""
     model = nn.ModuleDict(
         {
@@ -83,40 +87,19 @@ def test_linears_with_one_input_are_one_product(
     ).to(dtype)
     x = torch.randn(max(ROWS), 704).to(dtype)
     expected = {name: linear(x).detach().double() for name, linear in model.items()}
-    calls: list[int] = []
-    multiply = PackedProduct.__call__
-    monkeypatch.setattr(
-        PackedProduct, "__call__", lambda own, x: calls.append(len(x)) or multiply(own, x)
-    )
+    joined = Linears(tuple(model.values()))
     with torch.inference_mode():
-        pack(model, [["wide", "biased", "narrow"]])
+        pack(model, [joined])
+        assert {part.product for part in model.values()} == {joined.product}
         whole = {name: part(x) for name, part in model.items()}
-        calls.clear()
+        assert torch.equal(torch.cat(list(whole.values()), dim=-1), joined.product(x))
         for rows in ROWS:
-            few, last = x[:rows], x[-rows:]
             for name, part in model.items():
-                assert torch.equal(part(few), whole[name][:rows]), (name, rows)
-            for name, part in model.items():
-                assert torch.equal(part(last), whole[name][-rows:]), (name, rows)
-        together = len(calls)
-        for rows in ROWS:
-            model["wide"](x[:rows].clone()), model["wide"](x[:rows].clone())
-    assert len(calls) == 2 * together  # three parts took no more products than one
+                assert torch.equal(part(x[:rows]), whole[name][:rows]), (name, rows)
+                assert torch.equal(part(x[-rows:]), whole[name][-rows:]), (name, rows)
     bound = 1e-4 if dtype == torch.float32 else 5e-2
     for name, got in whole.items():
         assert float((got.double() - expected[name]).abs().max()) < bound
-
-
-def test_a_part_does_not_answer_for_another_input() -> None:
-    """The parts of a merged product may be called in any order, and the last one not at all."""
-    model = nn.ModuleDict({name: nn.Linear(8, 5) for name in "abc"})
-    first, second = torch.randn(2, 8), torch.randn(2, 8)
-    expected = {name: (linear(first), linear(second)) for name, linear in model.items()}
-    pack(model, [["a", "b", "c"]])
-    for order in ("aabb", "ba", "cab", "acb"):
-        for name in order:
-            for x, answer in zip((first, second), expected[name], strict=True):
-                assert torch.allclose(model[name](x), answer, atol=1e-6)
 
 
 def test_few_counts_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +140,7 @@ def test_an_activation_has_the_same_bits_in_any_company(name: str, width: int) -
     assert torch.equal(activation(beside), whole)
 
 
-def test_pack_replaces_linears_and_activations_everywhere() -> None:
+def test_linears_and_activations_are_replaced_everywhere() -> None:
     """Nested modules are reached, and a LayerNorm is left as it is."""
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.SiLU(), nn.Linear(4, 2)), nn.LayerNorm(2)
@@ -165,6 +148,7 @@ def test_pack_replaces_linears_and_activations_everywhere() -> None:
     x = torch.randn(3, 4)
     expected = model(x)
     pack(model)
+    replace_activations(model)
     kinds = [type(module).__name__ for module in model.modules()]
     assert kinds.count("PackedLinear") == 2
     assert kinds.count("RowwiseActivation") == 1

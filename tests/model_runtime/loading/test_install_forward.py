@@ -28,6 +28,7 @@ def prompts_of(architecture: str) -> PagedPrompts:
     original = original_logits(model, native)
     plans = patch_model(model, native)
     packed_linear.pack(model)
+    packed_linear.replace_activations(model)
     return PagedPrompts(model, plans, native, original)
 
 

@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.layers.merged_linear import MergedPart
-from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import (
     EMBEDDED_MODEL,
@@ -60,12 +59,7 @@ def test_a_loaded_model_holds_the_stated_bytes(dtype: str) -> None:
     """
     outline = read_model_config(EMBEDDED_MODEL, dtype=dtype)
     model = load_checkpoint(EMBEDDED_MODEL, dtype=dtype).model
-    modules = list(model.modules())
-    found = [
-        vars(module).get(name) for module in modules for name in ("product", "gate_up", "down")
-    ]
-    found += [module.product for module in modules if isinstance(module, MergedPart)]
-    products = {id(each): each for each in found if isinstance(each, PackedProduct)}
+    products = {id(each): each for each in products_of(model)}
     head: Any = model.get_submodule("lm_head")
     assert id(head.product) in products
     packed = [each._panels for each in products.values() if each._panels is not None]

@@ -24,6 +24,7 @@ def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
     original = original_logits(model, native)
     plans = patch_model(model, native)
     packed_linear.pack(model)
+    packed_linear.replace_activations(model)
     return plans, check(PagedPrompts(model, plans, native, original))
 
 

@@ -55,7 +55,7 @@ class FlatForward:
         self.own_forward = model.forward
         self._embed, self._tail, self._plans = model.get_input_embeddings(), trace.tail, plans
         assert trace.head is not None
-        self._num_logits = trace.head.product.out_features
+        self._num_logits = trace.head.linears.out_features
         launches, self._widths = launches_of(trace)
         *self._launches, self._head = launches
         self._embedding = trace.embedding.number

@@ -160,7 +160,7 @@ def _launch(each: Operation) -> Launch:
     runs: tuple[Run, ...]
     attends, module = None, None
     if isinstance(each, Product):
-        function, runs = _product(each.product), (run_of(each.x),)
+        function, runs = _product(each.linears), (run_of(each.x),)
     elif isinstance(each, Norm):
         function, runs = _norm(each.norm), (run_of(each.x),)
     elif isinstance(each, Activate):

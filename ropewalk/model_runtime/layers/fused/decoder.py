@@ -44,6 +44,7 @@ from ropewalk.model_runtime.layers.fused.program import (
 from ropewalk.model_runtime.layers.fused.states import advance_function, advanced, state_arrays
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.merged_linear import can_join
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
 from ropewalk.model_runtime.tracing.operations import (
@@ -53,9 +54,9 @@ from ropewalk.model_runtime.tracing.operations import (
     Leave,
     Product,
     Route,
-    TailCall,
     UntraceableError,
 )
+from ropewalk.model_runtime.tracing.passes import join_gates, merge_products
 
 _log = structlog.get_logger(__name__)
 
@@ -69,20 +70,20 @@ class Logits(NamedTuple):
     logits: Tensor  # [1, R, V]
 
 
-def fused_decoder(model: Any, plans: Mapping[int, LayerPlan]) -> "DecoderLayers | None":
-    """Return this forward for a packed model; None if a part of it has no kernel."""
+def program_or_none(model: Any, plans: Mapping[int, LayerPlan]) -> Program | None:
+    """Return the program of a model; None if a part of it has no kernel."""
     try:
-        return fuse_decoder(model, plans)
+        return program_of(model, plans)
     except UntraceableError as error:
         _log.info("decoder_not_fused", model=type(model).__name__, reason=str(error))
         return None
 
 
-def fuse_decoder(model: Any, plans: Mapping[int, LayerPlan]) -> "DecoderLayers":
-    """Return this forward for a packed model on a CPU. Raises UntraceableError with the reason.
+def program_of(model: Any, plans: Mapping[int, LayerPlan]) -> Program:
+    """Return the program of a model on a CPU. Raises UntraceableError with the reason.
 
     Nothing is tried here (equivalence.py), because a forward needs steps over a cache.
-    `self_check.py` has them, and compares this forward with the model's own.
+    `install_forward.py` has them, and compares this forward with the model's own.
     """
     trace = traced(model, plans)
     calls = recorded_calls(model)
@@ -92,25 +93,22 @@ def fuse_decoder(model: Any, plans: Mapping[int, LayerPlan]) -> "DecoderLayers":
         raise UntraceableError("looks up positions") from error
     if not all(are_equal(call, far[index]) for index, call in calls.items()):
         raise UntraceableError("has queries that depend on their positions")
-    return DecoderLayers(model, build_program(trace, plans), trace.tail, plans)
+    merge_products(trace, can_join)
+    join_gates(trace)
+    return build_program(trace, plans)
 
 
 class DecoderLayers:
     """A model's forward over a paged cache; other calls go to the model's own forward."""
 
-    def __init__(
-        self,
-        model: Any,
-        program: Program,
-        tail: list[TailCall],
-        plans: Mapping[int, LayerPlan],
-    ) -> None:
+    def __init__(self, model: Any, program: Program, plans: Mapping[int, LayerPlan]) -> None:
+        """Keep the program of a packed model."""
         self.own_forward = model.forward
         self._embed = model.get_input_embeddings()
-        self._program, self._tail, self._plans = program, tail, plans
+        self._program, self._plans = program, plans
         *self._instructions, head = program.instructions
         assert isinstance(head.source, Product)
-        self._head = head.source.product
+        self._head: PackedProduct = head.source.linears.product
         self._dtype = next(model.parameters()).dtype
         self._attentions = [  # of each layer, with its place
             (place, each.source)
@@ -165,7 +163,7 @@ class DecoderLayers:
 
     def _logits(self, logits_RV: Numbers) -> Logits:
         results = [as_tensor(logits_RV, self._dtype)[None]]
-        for call in self._tail:
+        for call in self._program.tail:
             given = (
                 argument if place is None else results[place]
                 for argument, place in zip(call.arguments, call.places, strict=True)
@@ -187,7 +185,7 @@ class DecoderLayers:
             each = self._instructions[place]
             source, out = each.source, each.fields[kernel.OUT]
             if isinstance(source, Product):
-                arrays[out] = source.product.multiply(arrays[each.fields[kernel.FIRST]])
+                arrays[out] = source.linears.product.multiply(arrays[each.fields[kernel.FIRST]])
             elif isinstance(source, Leave):
                 x_RK = arrays[each.fields[kernel.THIRD]]
                 arrays[out] = source.mixture.multiply(x_RK)
@@ -310,21 +308,21 @@ class DecoderLayers:
         return max(by_weights, len(shares))
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
-        """Return whether the step reads the cache as the model's layers do, on a CPU.
-
-        A step with drafts of a model with states is not, because it keeps the inputs of layers.
-        """
+        """Return whether the step reads the cache as the model's layers do, on a CPU."""
         return (
             type(step) is PagedStep
-            and step.state_calls is None
             and step.plans is self._plans
             and isinstance(step.backend, CpuAttention)
         )
 
     def _is_one_call(self, num_rows: int, step: PagedStep) -> bool:
-        """Return whether the kernel takes the step, and the trial of its products still holds."""
+        """Return whether the kernel takes the step, and the trial of its products still holds.
+
+        It takes no step with drafts of a model with states, which keeps the inputs of layers.
+        """
         return (
             self.multiplying is not None
+            and step.state_calls is None
             and _cpu(step).is_one_call
             and all(each.skinny(num_rows) is not None for each in self._trials.values())
             and all(self._ranged(step, each) is None for each in self._program.table_types)
@@ -340,7 +338,7 @@ class DecoderLayers:
         The head follows them if it is of their kind. A head of floats beside few bits is not.
         """
         products = [
-            (each.source.product, each.source.product.skinny(1))
+            (each.source.linears.product, each.source.linears.product.skinny(1))
             for each in self._program.instructions
             if isinstance(each.source, Product)
         ]

@@ -25,11 +25,13 @@ from ropewalk.model_runtime.tracing.operations import (
     Combine,
     Enter,
     Leave,
+    Linears,
     Norm,
     Operand,
     Operation,
     Product,
     Route,
+    TailCall,
     Trace,
     UntraceableError,
     Value,
@@ -77,7 +79,13 @@ class Program:
     embedding: int  # slot
     result: int  # slot of the input of the head
     table_types: list[str | None]  # layer types of the rotation tables, by number
+    tail: list[TailCall]  # after the head
     live_slots: list[set[int]]  # of each instruction: those that it or a later one reads
+
+    def linears(self) -> list[Linears]:
+        """Return the linears of each product, whose weights are to be laid out."""
+        sources = (each.source for each in self.instructions)
+        return [each.linears for each in sources if isinstance(each, Product)]
 
 
 class _Builder:
@@ -149,8 +157,6 @@ class _Builder:
         )
 
     def _product(self, each: Product) -> None:
-        if len(each.x.columns_C) != each.product.in_features:
-            raise UntraceableError("multiplies rows of another width")
         self._add(kernel.PRODUCT, each, [self._run(each.x, is_whole=True)], {})
 
     def _norm(self, each: Norm) -> None:
@@ -177,10 +183,9 @@ class _Builder:
 
     def _activate(self, each: Activate) -> None:
         fields, runs = {kernel.KIND: each.kind}, [self._run(each.x)]
-        if each.up is None:
-            self._add(kernel.ACTIVATE, each, runs, fields)
-        else:
-            self._add(kernel.GATE, each, [*runs, self._run(each.up)], fields)
+        if each.up is not None:
+            runs.append(self._run(each.up))
+        self._add(kernel.ACTIVATE, each, runs, fields)
 
     def _attend(self, each: Attend) -> None:
         plan, sinks_H = self._plans[each.layer], _sinks(each)
@@ -274,8 +279,7 @@ def _sinks(each: Attend) -> Floats:
     sinks_H = each.call.sinks_H
     if sinks_H is None:
         return np.empty(0, np.float32)
-    numbers: Floats = sinks_H.detach().float().contiguous().numpy()
-    return numbers
+    return sinks_H.detach().float().contiguous().numpy().copy()  # not of the file of the weights
 
 
 def build_program(trace: Trace, plans: Mapping[int, LayerPlan]) -> Program:
@@ -304,6 +308,7 @@ def build_program(trace: Trace, plans: Mapping[int, LayerPlan]) -> Program:
         slot_of[trace.embedding.number],
         slot_of[result],
         built.table_types,
+        trace.tail,
         _live_slots(instructions, slot_of),
     )
 

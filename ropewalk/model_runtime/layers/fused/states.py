@@ -49,7 +49,10 @@ def advanced(each: Instruction, source: Advance, step: PagedStep, arrays: list[A
     ):
         begin = each.fields[at]
         part_TC = arrays[each.fields[slot]][:, begin : begin + width]
-        inputs.append(as_tensor(np.ascontiguousarray(part_TC), like.dtype))
+        # Kept inputs outlive the step's arrays.
+        is_kept = step.state_calls is not None
+        part_TC = part_TC.copy() if is_kept else np.ascontiguousarray(part_TC)
+        inputs.append(as_tensor(part_TC, like.dtype))
     result: Numbers = as_numpy(step.advance(source.layer, source.call.of(inputs))[0])
     return result
 

@@ -1,17 +1,16 @@
 """The operations of a model's own forward, found by a run of it on a few tokens.
 
 Every architecture orders norms, products and sums in its own way. Here a model's forward runs once,
-and what it computes is noted (recorder.py). Our own modules note themselves: embeddings, products,
-norms, gates, activations and attention. Between them, torch's sums and products of tensors are
-noted.
+and what it computes is noted (recorder.py). Embeddings, linears, norms, activations, mixtures and
+attention note themselves. Between them, torch's sums and products of tensors are noted.
 
-A trace proves nothing about numbers: self_check.py compares the bits of both forwards.
+A trace proves nothing about numbers: install_forward.py compares the bits of both forwards.
 
 Nothing is computed: modules return zeros. So weights are not read, and a trace of a model of any
 size takes milliseconds.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
@@ -27,15 +26,18 @@ from ropewalk.model_runtime.attention.paged_attention import (
 )
 from ropewalk.model_runtime.layers.experts.mixture import Mixture
 from ropewalk.model_runtime.layers.fused.mixtures import stage_widths
-from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
-from ropewalk.model_runtime.layers.merged_linear import MergedPart, SharedInput
-from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
+from ropewalk.model_runtime.layers.packed_linear import (
+    PackedLinear,
+    RowwiseActivation,
+    is_packable,
+)
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 from ropewalk.model_runtime.layers.states.rowwise_functions import Namespace
 from ropewalk.model_runtime.tracing.operations import (
     Advance,
     Enter,
     Leave,
+    Linears,
     Route,
     Trace,
     UntraceableError,
@@ -79,10 +81,10 @@ class CpuRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch has no ty
 
 @torch.inference_mode()
 def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
-    """Return the operations of a packed model's own forward. Raises UntraceableError."""
+    """Return the operations of a model's own forward. Raises UntraceableError."""
     recorder = CpuRecorder(plans)
     head = model.get_output_embeddings()
-    if not isinstance(head, PackedLinear):
+    if not _is_linear(head):
         raise UntraceableError("has no head")
     with ExitStack() as stack:
         for module in model.modules():
@@ -92,10 +94,6 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
         for each in _called_by_name(model):
             activate = partial(_ACTIVATE, recorder, each.kind)
             stack.enter_context(attribute(each, "forward", activate))
-        for shared in {id(each): each for each in _shared_inputs(model)}.values():
-            product: Any = shared.product
-            noted = partial(recorder.multiply, product)
-            stack.enter_context(attribute(shared, "product", noted))
         return recorder.of(model)
 
 
@@ -106,7 +104,9 @@ def _noting(
     if module is embedding:
         return partial(recorder.embed, module)
     if module is head:
-        return partial(recorder.end, head.product)
+        return partial(recorder.end, Linears((head,)))
+    if _is_linear(module):
+        return partial(recorder.multiply, Linears((module,)))
     mixture = vars(module).get("forward")
     if isinstance(mixture, Mixture):
         return partial(recorder.mix, mixture)
@@ -117,12 +117,15 @@ def _noting(
     return None
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear, whether or not its weight is laid out."""
+    return isinstance(module, PackedLinear) or is_packable(module)
+
+
 _ACTIVATE: Callable[..., Tensor] = Recorder.activate
 # Modules that note themselves, with what the recorder needs of each.
 _OURS: tuple[tuple[type[nn.Module], Callable[[Any], tuple[Any, ...]], Callable[..., Tensor]], ...]
 _OURS = (
-    (PackedLinear, lambda each: (each.product,), Recorder.multiply),
-    (GatedMlp, lambda each: (each.gate_up, each.kind, each.down), Recorder.gated),
     (RmsNorm, lambda each: (each, len(each.scale_D)), Recorder.normalize),
     (RowwiseActivation, lambda each: (each.kind,), _ACTIVATE),
 )
@@ -143,10 +146,3 @@ def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
                 if isinstance(each, RowwiseActivation) and each.kind is not None:
                     found[id(each)] = each
     return list(found.values())
-
-
-def _shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
-    for module in model.modules():
-        if isinstance(module, MergedPart):
-            module.forget()
-            yield module.shared

@@ -63,6 +63,7 @@ def packed_block(model: Any) -> Any:
     holder = nn.ModuleList([block])
     rule(holder)
     packed_linear.pack(holder)
+    packed_linear.replace_activations(holder)
     pack(holder, next(block.parameters()).dtype)
     return block
 
