@@ -160,8 +160,8 @@ def _uncomputed(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.T
 
 def _compile_layers() -> None:
     """Norms and gates in the shapes of Llama 3 8B, Gemma 2 and the tests."""
-    from ropewalk.model_runtime.gpu.gated_block import Activation, gated
-    from ropewalk.model_runtime.gpu.rms_norm import Scale, add_and_normalize, normalize
+    from ropewalk.model_runtime.gpu.gate import Activation, gate_into
+    from ropewalk.model_runtime.gpu.rms_norm import Scale, normalize, normalize_into
 
     for name, dtype, width, half, plus_one in (
         ("llama layer", torch.bfloat16, 4096, 14_336, False),
@@ -170,12 +170,14 @@ def _compile_layers() -> None:
         ("float32 layer", torch.float32, 100, 300, False),
     ):
         Kernel.__getitem__ = _only_compiled(name)
-        x = torch.randn(1, 3, width, dtype=dtype)
-        scale = Scale(x[0, 0], 1e-5, plus_one)
-        add_and_normalize(x, x, scale, scale if plus_one else None)
+        x = torch.randn(3, width, dtype=dtype)
+        scale = Scale(x[0], 1e-5, plus_one)
+        inner = scale if plus_one else None
+        normalize_into(x, scale, x, residual_RC=x, summed_RC=x, inner=inner)
         normalize(torch.randn(1, 3, 5, width, dtype=dtype)[:, :, 1:4], scale)
         activation = Activation.GELU_TANH if plus_one else Activation.SILU
-        gated(torch.randn(1, 3, 2 * half, dtype=dtype), activation)
+        joined = torch.randn(3, 2 * half, dtype=dtype)
+        gate_into(joined, joined.new_empty(3, half), activation)
 
 
 def _compile_states() -> None:

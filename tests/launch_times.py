@@ -53,8 +53,8 @@ def main() -> None:
     """Print a line for each kernel: microseconds by Triton, and as it is served."""
     from ropewalk.model_runtime.gpu import flash
     from ropewalk.model_runtime.gpu.backend import TritonAttention
-    from ropewalk.model_runtime.gpu.gated_block import Activation, gated
-    from ropewalk.model_runtime.gpu.rms_norm import Scale, add_and_normalize
+    from ropewalk.model_runtime.gpu.gate import Activation, gate_into
+    from ropewalk.model_runtime.gpu.rms_norm import Scale, normalize_into
     from ropewalk.model_runtime.gpu.sampling.draw_ranked import CUTS, draw_rows
 
     driver.set_active(Device(90))
@@ -69,9 +69,11 @@ def main() -> None:
     attention = TritonAttention(laid.batch)
     attention.write(laid.read.keys_NKDO, laid.read.values_NKOV, key_TKD, key_TKD)
     attention.read(laid.read)
-    x = torch.zeros(1, 64, 4096, dtype=torch.bfloat16)
-    add_and_normalize(x, x, Scale(x[0, 0], 1e-5, plus_one=False), None)
-    gated(torch.zeros(1, 64, 2 * 14_336, dtype=torch.bfloat16), Activation.SILU)
+    x = torch.zeros(64, 4096, dtype=torch.bfloat16)
+    scale = Scale(x[0], 1e-5, plus_one=False)
+    normalize_into(x, scale, x, residual_RC=x, summed_RC=x)
+    joined = torch.zeros(64, 2 * 14_336, dtype=torch.bfloat16)
+    gate_into(joined, torch.empty(64, 14_336, dtype=torch.bfloat16), Activation.SILU)
     logits_RV = torch.zeros(64, 128_256)
     cuts_RC = torch.zeros(64, CUTS, dtype=torch.float64)
     draw_rows(logits_RV, cuts_RC, logits_RV, (True, True, True))

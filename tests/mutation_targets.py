@@ -142,10 +142,10 @@ TARGETS = {
         (f"{_RUNTIME}/attention/test_sealed_pages.py", "tests/promises/test_sealed_windows.py"),
     ),
     "packed weights": Target(
-        ("model_runtime/layers/packed_*.py", "model_runtime/layers/merged_linear.py"),
+        ("model_runtime/layers/packed_*.py", "model_runtime/tracing/passes.py"),
         tuple(
             f"{_RUNTIME}/layers/test_{name}.py"
-            for name in ("merged_linear", "cheaper_layers", "packed_linear", "packed_product")
+            for name in ("cheaper_layers", "packed_linear", "packed_product")
         ),
     ),
     "step": Target(

@@ -11,21 +11,17 @@ from time import thread_time
 from typing import Any
 
 import torch
-from torch import nn
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.gpu import gated_block, residual_layer
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import Kernel
+from ropewalk.model_runtime.gpu.program import trace
 from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
-from ropewalk.model_runtime.gpu.program.trace import traced
 from ropewalk.model_runtime.gpu.rms_norm import GpuRmsNorm, Scale
-from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
-from ropewalk.model_runtime.layers.replace_modules import swap_modules
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -36,32 +32,6 @@ from tests.gpu_targets import Device
 
 NUM_LAYERS, PAGE, MAX_LEN, ROUNDS = 32, 16, 512, 30
 STEPS = {"8 decodes": (8, 0), "a prompt": (0, 16), "8 decodes and a prompt": (8, 16)}
-
-
-def with_fewer_kernels(model: nn.Module) -> None:
-    """Replace modules as on a GPU. Trials cannot compare what is not computed."""
-    join(model, shared_inputs(model))
-    swap_modules(
-        model,
-        lambda each: (
-            GpuRmsNorm(each.weight, Scale(each.weight.detach(), 1e-6, plus_one=False))
-            if type(each).__name__ == "LlamaRMSNorm"
-            else None
-        ),
-    )
-    gated_block.first_equivalent = lambda *_: 0
-    gated_block.fuse_gates(model)
-
-
-def with_residuals(model: Any) -> None:
-    """Join each sum with its norm, in the layers that are modules."""
-    form = residual_layer._form(model.model.layers[0])
-    assert form is not None
-    layers = [residual_layer.ResidualLayer(each, form).eval() for each in model.model.layers]
-    norms = [*(each.first_norm for each in layers[1:]), model.model.norm]
-    for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-        layer.link(norm)
-        model.model.layers[index] = layer
 
 
 def spans_of(num_decodes: int, prompt_len: int, table_id: int) -> list[Span]:
@@ -101,9 +71,13 @@ def main() -> None:
     model: Any = tiny_model("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=MAX_LEN)
     native = read_native_rope(model)
     plans = patch_model(model, native)
-    with_fewer_kernels(model)
-    flat = FlatForward(model, traced(model, plans), plans)
-    with_residuals(model)
+    # A trial cannot compare what is not computed.
+    trace.equivalent_norm = lambda module, _: (
+        GpuRmsNorm(module.weight, Scale(module.weight.detach(), 1e-6, plus_one=False))
+        if type(module).__name__ == "LlamaRMSNorm"
+        else None
+    )
+    flat = FlatForward(model, trace.traced(model, plans), plans)
     cpu = torch.device("cpu")
     store = KVCache(plans, MAX_LEN // PAGE, PAGE, torch.float32, cpu, row_keys=True)
     tables = RopeTables(native, PAGE, MAX_LEN, cpu)

@@ -22,13 +22,13 @@ from benchmarks.gpu.report import Column, Row, table
 from benchmarks.models.llama import Shape, llama_config
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.paged_attention import STEP, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
-from ropewalk.model_runtime.gpu.residual_layer import fuse_residuals, use_fewer_kernels
+from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward
+from ropewalk.model_runtime.gpu.rms_norm import candidates
 from ropewalk.model_runtime.layers.match_norm import replace_norms
-from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.rope import Profile
@@ -81,28 +81,30 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.counts
 
 
-def _nothing(_: LlamaForCausalLM) -> None:
+Replace = Callable[[Any, Mapping[int, LayerPlan]], object]
+
+
+def _nothing(model: Any, plans: Mapping[int, LayerPlan]) -> None:
     """Leave transformers' modules as they are."""
 
 
-def _joined(model: LlamaForCausalLM) -> None:
-    join(model, shared_inputs(model))
-    replace_norms(model)
+def _norms(model: Any, plans: Mapping[int, LayerPlan]) -> None:
+    del plans
+    replace_norms(model, candidates)
 
 
-def _fused(model: LlamaForCausalLM) -> None:
-    use_fewer_kernels(model, shared_inputs(model))
-    fuse_residuals(model)
+def _list(model: Any, plans: Mapping[int, LayerPlan]) -> None:
+    model.forward = flat_forward(model, plans)
 
 
-FORMS: Mapping[str, Callable[[LlamaForCausalLM], None]] = {
+FORMS: Mapping[str, Replace] = {
     "transformers' modules": _nothing,
-    "joined products, torch's norms": _joined,
-    "also sums with norms, gates with products": _fused,
+    "norms of one kernel": _norms,
+    "a list of launches": _list,
 }
 
 
-def launches(num_layers: int, replace: Callable[[LlamaForCausalLM], None]) -> Mapping[str, int]:
+def launches(num_layers: int, replace: Replace) -> Mapping[str, int]:
     """Return the launches of a decode step of a small Llama in bfloat16, by kernel."""
     shape = Shape(64, num_layers, 4, 2, 128, 256, head_dim=16)
     torch.manual_seed(0)
@@ -111,7 +113,7 @@ def launches(num_layers: int, replace: Callable[[LlamaForCausalLM], None]) -> Ma
         parameter.data = parameter.data.bfloat16()
     native = read_native_rope(model)
     plans = patch_model(model, native)
-    replace(model)
+    replace(model, plans)
     cpu = torch.device("cpu")
     store = KVCache(plans, _MAX_LEN // PAGE_SIZE, PAGE_SIZE, torch.bfloat16, cpu, row_keys=True)
     tables = RopeTables(native, PAGE_SIZE, _MAX_LEN, cpu)
@@ -131,7 +133,7 @@ def launches(num_layers: int, replace: Callable[[LlamaForCausalLM], None]) -> Ma
         )
 
 
-def by_layer(replace: Callable[[LlamaForCausalLM], None]) -> Mapping[str, int]:
+def by_layer(replace: Replace) -> Mapping[str, int]:
     """Return the launches of one layer in a decode step, by kernel."""
     few, many = (Counter(launches(number, replace)) for number in _NUM_LAYERS)
     more = many - few
@@ -141,7 +143,7 @@ def by_layer(replace: Callable[[LlamaForCausalLM], None]) -> Mapping[str, int]:
 
 
 def rows() -> list[Row]:
-    """Return one row for each form of the modules."""
+    """Return one row for each form of the forward."""
     return [
         {"form": form, "kernels": dict(found), "launches": sum(found.values())}
         for form, found in ((form, by_layer(replace)) for form, replace in FORMS.items())
@@ -149,7 +151,7 @@ def rows() -> list[Row]:
 
 
 _COLUMNS: tuple[Column, ...] = (
-    ("modules", lambda row: row["form"]),
+    ("forward", lambda row: row["form"]),
     ("launches in a layer", lambda row: str(row["launches"])),
     (
         "which",

@@ -160,11 +160,12 @@ def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
     assert on_gpu.report.difference <= on_gpu.report.threshold
 
 
-def test_norms_and_products_are_fewer_kernels(on_gpu: Checkpoint) -> None:
-    """No RMSNorm is left in its original form."""
-    kinds = {type(module).__name__ for module in on_gpu.model.modules()}
-    assert {"GpuRmsNorm", "MergedPart", "GatedBlock", "ResidualLayer"} <= kinds
-    assert not {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"} & kinds
+def test_the_forward_is_a_list_of_launches(on_gpu: Checkpoint) -> None:
+    """Its weights are those of the modules."""
+    assert type(on_gpu.model.forward).__name__ == "FlatForward"
+    attention = on_gpu.model.get_submodule("model.layers.0.self_attn")
+    weights = [attention.get_parameter(f"{name}_proj.weight") for name in "qkv"]
+    assert len({each.untyped_storage().data_ptr() for each in weights}) == 1
 
 
 def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:

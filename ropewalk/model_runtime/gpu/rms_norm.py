@@ -91,23 +91,6 @@ def normalize(x: Tensor, scale: Scale) -> Tensor:
     return out
 
 
-def add_and_normalize(
-    residual: Tensor, x: Tensor, scale: Scale, inner: Scale | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return residual + x and the RMSNorm of this sum, all of one shape [..., D] and dtype.
-
-    `inner`: an RMSNorm of x before the addition (Gemma 2).
-    """
-    residual, x = residual.contiguous(), x.contiguous()
-    assert residual.shape == x.shape
-    assert residual.dtype == x.dtype
-    summed, out = torch.empty_like(x), torch.empty_like(x)
-    width, has_inner = x.shape[-1], inner is not None
-    form = (x.numel() // width, 1, width, width)
-    _launch(form, x, residual, scale, inner or scale, summed, out, adds=True, has_inner=has_inner)
-    return summed, out
-
-
 def normalize_into(
     x_RC: Tensor,
     scale: Scale,
@@ -167,29 +150,10 @@ class GpuRmsNorm(nn.Module):
         super().__init__()
         self.weight = weight  # model code may read its dtype
         self.scale = scale
-        self._sum: Tensor | None = None
-        self._norm: Tensor | None = None
-        self.has_used_kept = False  # in the last call
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm, same shape and dtype; the kept one, if x is the sum it belongs to."""
-        kept, norm = self._sum, self._norm
-        self.forget()
-        self.has_used_kept = norm is not None and kept is x
-        if norm is not None and kept is x:
-            return norm
+        """Return the norm, same shape and dtype."""
         return normalize(x, self.scale)
-
-    def keep_sum(self, residual: Tensor, x: Tensor, inner: Scale | None) -> Tensor:
-        """Return residual + x, and keep the sum's norm for the call that follows.
-
-        `inner`: an RMSNorm of x before the addition.
-        """
-        self._sum, self._norm = add_and_normalize(residual, x, self.scale, inner)
-        return self._sum
-
-    def forget(self) -> None:
-        self._sum = self._norm = None
 
 
 def candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:

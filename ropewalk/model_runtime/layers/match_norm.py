@@ -9,7 +9,7 @@ Shapes: R = rows, D = dimensions of a row.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +66,11 @@ def torch_candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
 @torch.inference_mode()
 def replace_norms(model: nn.Module, candidates: Candidates = torch_candidates) -> None:
     """Replace every module that computes a norm by a candidate with its outputs, in place."""
-    swap_modules(model, lambda module: _as_norm(module, candidates))
+    swap_modules(model, lambda module: equivalent_norm(module, candidates))
 
 
-def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
+@torch.inference_mode()
+def equivalent_norm(module: nn.Module, candidates: Candidates) -> Any:
     """Return the same norm, or None if the module is something else."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

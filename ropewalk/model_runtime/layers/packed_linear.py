@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.cpu_kernels.activations import KINDS
 from ropewalk.model_runtime.cpu_kernels.elementwise import activated, as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import ROUNDED, panels_text
+from ropewalk.model_runtime.layers.joined_linears import is_linear, placeholder
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
-from ropewalk.model_runtime.layers.merged_linear import is_linear, placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.replace_modules import activation_classes, swap_modules
 from ropewalk.model_runtime.layers.way_trial import choose_way

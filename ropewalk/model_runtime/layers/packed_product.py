@@ -51,7 +51,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     own_panels,
 )
 from ropewalk.model_runtime.layers.block_product import StoredProduct, scratch_panels
-from ropewalk.model_runtime.layers.merged_linear import merged_weight
+from ropewalk.model_runtime.layers.joined_linears import merged_weight
 from ropewalk.model_runtime.layers.onednn import OneDnnWeight
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.match_norm import replace_norms
-from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import (
     load_gguf_model,
@@ -319,17 +318,12 @@ def prepare_model(
     elif has_gpu_kernels(parameter.device) and division is None:
         # These import triton.
         from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
-        from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415
-            fuse_residuals,
-            use_fewer_kernels,
-        )
+        from ropewalk.model_runtime.gpu.rms_norm import candidates  # noqa: PLC0415
 
-        use_fewer_kernels(model, shared_inputs(model))
         flat = flat_forward(model, plans)
         if flat is None:
-            fuse_residuals(model)
+            replace_norms(model, candidates)
     else:
-        join(model, shared_inputs(model))
         if division is not None:
             division.note_products(model, parameter.dtype, parameter.device)
         replace_norms(model)

@@ -38,7 +38,7 @@ class Division(Protocol):
         """Cut the model's linears to the rank's outputs, in place."""
 
     def note_products(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Look at the products of joined or packed linears before blocks of them are replaced."""
+        """Look at the products of the linears, which may be packed."""
 
 
 def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

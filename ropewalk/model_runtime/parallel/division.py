@@ -68,7 +68,7 @@ class ColumnDivision:
     def note_products(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Find whether products keep their bits, and let packed linears gather.
 
-        The linears are joined and packed, and no block of several linears is replaced yet.
+        The linears are packed, and their gathers are not part of their products yet.
         """
         shapes = shapes_of(model, self._num_outputs)
         group, ways = self._group, 0

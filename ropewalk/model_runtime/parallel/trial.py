@@ -7,7 +7,8 @@ tried once in a process, with random numbers.
 Shapes: K = inputs, N = outputs, R = rows.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ropewalk.model_runtime.layers.merged_linear import MergedPart, PlainProduct, Product
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 
 _ROWS = (1, 3, 16, 40, 600)  # of the tried products; all kernels of packed_product.py are used
@@ -25,44 +25,46 @@ _MOST_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One product: of a linear, or of several that read one tensor."""
+    """The product of one linear, which one process may join with others."""
 
     num_inputs: int
-    shares: tuple[int, ...]  # outputs of each linear on a rank
-    num_outputs: tuple[int, ...]  # of each linear on all ranks
-    has_bias: tuple[bool, ...]
+    share: int  # outputs on a rank
+    num_outputs: int  # on all ranks
+    num_beside: int  # outputs of other linears of the same module with as many inputs
+    has_bias: bool
 
     def bounded(self, size: int, itemsize: int) -> "Shape":
         """Return the shape with at most _MOST_BYTES of whole weights."""
-        num_bytes = sum(self.num_outputs) * self.num_inputs * itemsize
+        num_bytes = (self.num_outputs + self.num_beside) * self.num_inputs * itemsize
         if num_bytes <= _MOST_BYTES:
             return self
-        shares = tuple(
-            max(64, int(share * _MOST_BYTES / num_bytes) // 64 * 64) for share in self.shares
+        share, beside = (
+            int(num * _MOST_BYTES / num_bytes) // 64 * 64 for num in (self.share, self.num_beside)
         )
-        wholes = tuple(share * size for share in shares)
-        return Shape(self.num_inputs, shares, wholes, self.has_bias)
+        share = max(64, share)
+        return Shape(self.num_inputs, share, share * size, beside, self.has_bias)
 
 
 def shapes_of(model: nn.Module, num_outputs: dict[str, int]) -> set[Shape]:
     """Return the shapes of the products of divided linears; `num_outputs`: of all ranks, by name.
 
-    The linears must have been joined, and those that gather must still be known by their names.
+    Linears that gather must still be known by their names.
     """
-    groups: dict[int, list[tuple[str, Any]]] = {}
-    for name in num_outputs:
-        module: Any = model.get_submodule(name)
-        module = getattr(module, "linear", module)  # inside of its gathers
-        is_merged = isinstance(module, MergedPart)
-        groups.setdefault(id(module.product if is_merged else module), []).append((name, module))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in num_outputs}
+    # Inside of its gathers.
+    linears = {name: getattr(each, "linear", each) for name, each in linears.items()}
+    together = Counter[tuple[str, int]]()  # outputs by module and number of inputs
+    for name, each in linears.items():
+        together[name.rpartition(".")[0], each.in_features] += num_outputs[name]
     return {
         Shape(
-            members[0][1].in_features,
-            tuple(module.out_features for _, module in members),
-            tuple(num_outputs[name] for name, _ in members),
-            tuple(module.bias is not None for _, module in members),
+            each.in_features,
+            each.out_features,
+            num_outputs[name],
+            together[name.rpartition(".")[0], each.in_features] - num_outputs[name],
+            each.bias is not None,
         )
-        for members in groups.values()
+        for name, each in linears.items()
     }
 
 
@@ -94,43 +96,39 @@ def keeps_bits(shape: Shape, where: Where) -> bool:
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(where.device, where.dtype)
 
-    wholes, cuts, columns = [], [], []
-    begin = 0
-    for num, share, has_bias in zip(shape.num_outputs, shape.shares, shape.has_bias, strict=True):
-        weight_NK = random(num, shape.num_inputs)
-        bias_N = random(num) if has_bias else None
-        first = where.rank * share
-        end = max(first, min(first + share, num))
-        wholes.append(_linear(weight_NK, bias_N, num))
-        cuts.append(
-            _linear(weight_NK[first:end], None if bias_N is None else bias_N[first:end], share)
-        )
-        columns.append((range(begin + first, begin + end), end - first))
-        begin += num
-    whole, cut = _products(where, wholes, cuts)
+    num, share = shape.num_outputs, shape.share
+    weight_NK = random(num, shape.num_inputs)
+    bias_N = random(num) if shape.has_bias else None
+    first = where.rank * share
+    end = max(first, min(first + share, num))
+    own_bias_N = None if bias_N is None else bias_N[first:end]
+    whole = _linear(weight_NK, bias_N, num)
+    groups = [[_linear(weight_NK[first:end], own_bias_N, share)], [whole]]
+    if shape.num_beside:
+        beside_NK = random(shape.num_beside, shape.num_inputs)
+        groups.append([whole, _linear(beside_NK, None, shape.num_beside)])
+    cut, *wholes = _products(where, groups)
     for num_rows in _ROWS:
         x_RK = random(num_rows, shape.num_inputs)
-        whole_RN, cut_RN = whole(x_RK), cut(x_RK)
-        at = 0
-        for share, (own, num_own) in zip(shape.shares, columns, strict=True):
-            expected_RN = whole_RN[:, own.start : own.stop]
-            if not torch.equal(cut_RN[:, at : at + num_own], expected_RN):
-                return False
-            at += share
+        expected_RN = cut(x_RK)[:, : end - first]
+        if not all(torch.equal(each(x_RK)[:, first:end], expected_RN) for each in wholes):
+            return False
     return True
 
 
-def _products(where: Where, *groups: Sequence[nn.Linear]) -> list[Product]:
+def _products(
+    where: Where, groups: Sequence[Sequence[nn.Linear]]
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Return the product of each group of linears, built as a model's are."""
     if not has_cpu_kernels(where.device):
-        return [PlainProduct(linears) for linears in groups]
+        return [each for each, *_ in groups]  # nothing joins them
     from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415  # imports numba
         workshop_for,
     )
     from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct  # noqa: PLC0415
 
     if where.dtype not in DTYPES:
-        return [PlainProduct(linears) for linears in groups]
+        return [each for each, *_ in groups]
     workshop = workshop_for(where.dtype)
     return [PackedProduct(linears, workshop) for linears in groups]
 

@@ -37,7 +37,6 @@ from ropewalk.model_runtime.layers.last_layer import (
     pruned_layer,
     pruned_spans,
 )
-from ropewalk.model_runtime.layers.merged_linear import forget_results
 from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
 from ropewalk.model_runtime.runner.cuda_graphs import (
     CaptureLimits,
@@ -263,17 +262,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _logits(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
         """Return the logits in the model's dtype."""
-        try:
-            answer = self._model(
-                input_ids=batch.token_ids_1T,
-                position_ids=batch.position_ids_1T,
-                use_cache=False,
-                logits_to_keep=logit_rows_R,
-                **{STEP: step},
-            )
-        except Exception:
-            forget_results(self._model)  # a retry needs the memory
-            raise
+        answer = self._model(
+            input_ids=batch.token_ids_1T,
+            position_ids=batch.position_ids_1T,
+            use_cache=False,
+            logits_to_keep=logit_rows_R,
+            **{STEP: step},
+        )
         logits_RV: Tensor = answer.logits[0]
         return logits_RV
 

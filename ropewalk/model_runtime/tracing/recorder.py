@@ -194,21 +194,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._tail.append(out)
         return out
 
-    def gated(self, gate_up: Any, kind: int, down: Any, x: Tensor) -> Tensor:
-        """Note the three operations of a gated block."""
-        operand, axis = self.operand(x)
-        both, between = self.value(gate_up.out_features), self.value(down.in_features)
-        out, value = self.output(x, (*x.shape[:-1], down.out_features), axis)
-        gate, up = (part_of(both, half) for half in (0, 1))
-        self.operations.extend(
-            [
-                Product(both, operand, gate_up),
-                Activate(between, gate, up, kind),
-                Product(value, part_of(between, None), down),
-            ]
-        )
-        return out  # type: ignore[no-any-return]
-
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Note a layer's attention; return zeros, [1, T, H, V]."""
         query, key, value = call.query_1HTD, call.key_1KTD, call.value_1KTV

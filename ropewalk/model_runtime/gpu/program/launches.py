@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model_runtime.gpu.gated_block import Activation, gate_into
-from ropewalk.model_runtime.gpu.program.trace import GpuProduct
+from ropewalk.model_runtime.gpu.gate import Activation, activate_into, gate_into
 from ropewalk.model_runtime.gpu.rms_norm import Scale, normalize_into
+from ropewalk.model_runtime.layers.joined_linears import joined_weight
 from ropewalk.model_runtime.tracing.operations import (
     Activate,
     Attend,
     Call,
     Combine,
+    Linears,
     Norm,
     Operand,
     Operation,
@@ -30,6 +31,7 @@ from ropewalk.model_runtime.tracing.operations import (
     Trace,
     UntraceableError,
 )
+from ropewalk.model_runtime.tracing.passes import operands_of
 
 _ALIGNED = 32  # columns; so that rows of memory begin at whole cache lines
 _COMBINED: dict[str, Callable[..., Any]] = {
@@ -68,7 +70,7 @@ def launches_of(trace: Trace) -> tuple[list[Launch], dict[int, int]]:
     widths = {each.out.number: each.out.num_columns for each in operations}
     widths[trace.embedding.number] = trace.embedding.num_columns
     reads = Counter(
-        int(value) for each in operations for operand in _operands(each)
+        int(value) for each in operations for operand in operands_of(each)
         for value in np.unique(operand.values_C)
     )  # fmt: skip
     made = {each.out.number: each for each in operations}
@@ -164,7 +166,7 @@ def _launch(each: Operation) -> Launch:
     elif isinstance(each, Norm):
         function, runs = _norm(each.norm), (run_of(each.x),)
     elif isinstance(each, Activate):
-        function, runs = _gate(Activation(each.kind)), (_gate_and_up(each),)
+        function, runs = _activated(each)
     elif isinstance(each, Combine):
         function, runs = _combined(each)
     elif isinstance(each, Attend):
@@ -192,25 +194,30 @@ def _nothing(*_: Tensor) -> None:
     pass
 
 
-def _product(product: GpuProduct) -> Callable[..., Any]:
-    weight_KN, bias_N = product.weight_KN, product.bias_N
+def _product(linears: Linears) -> Callable[..., Any]:
+    """Lay out the weight of linears, whose own weights become views of it."""
+    weight_NK, bias_N = joined_weight(linears.modules)
+    weight_KN = weight_NK.t()
     if bias_N is None:
         return lambda out, x: torch.mm(x, weight_KN, out=out)
     return lambda out, x: torch.addmm(bias_N, x, weight_KN, out=out)
 
 
-def _gate(activation: Activation) -> Callable[..., Any]:
-    return lambda out, joined: gate_into(joined, out, activation)
-
-
-def _gate_and_up(each: Activate) -> Run:
-    """Return both halves of the joined product that a gate reads."""
+def _activated(each: Activate) -> tuple[Callable[..., Any], tuple[Run, ...]]:
+    """Return the launch of a gate, whose halves are beside each other, or else two of torch."""
+    activation, x = Activation(each.kind), run_of(each.x)
     if each.up is None:
-        raise UntraceableError("has an activation without a gate")
-    gate, up = run_of(each.x), run_of(each.up)
-    if up != (gate.value, gate.first + gate.width, gate.width):
-        raise UntraceableError("has a gate that is not beside what it multiplies")
-    return Run(gate.value, gate.first, 2 * gate.width)
+        return (lambda out, x: activate_into(x, out, activation)), (x,)
+    up = run_of(each.up)
+    if up == (x.value, x.first + x.width, x.width):
+        joined = Run(x.value, x.first, 2 * x.width)
+        return (lambda out, joined: gate_into(joined, out, activation)), (joined,)
+
+    def launch(out: Tensor, x_RC: Tensor, up_RC: Tensor) -> None:
+        activate_into(x_RC, out, activation)
+        torch.mul(out, up_RC, out=out)
+
+    return launch, (x, up)
 
 
 def _with_constant(
@@ -235,12 +242,6 @@ def run_of(operand: Operand) -> Run:
     if (operand.values_C != value).any() or (operand.columns_C != beside).any():
         raise UntraceableError("reads columns that are not beside each other")
     return Run(value, first, num)
-
-
-def _operands(each: Operation) -> list[Operand]:
-    names = ("x", "other", "up", "query", "key", "value")
-    found = [getattr(each, name, None) for name in names]
-    return [operand for operand in found if isinstance(operand, Operand)]
 
 
 @dataclass(frozen=True, slots=True)

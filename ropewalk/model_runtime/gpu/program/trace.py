@@ -1,8 +1,8 @@
 """The operations of a model for a GPU, found by a run of it on a few tokens.
 
-Embeddings, products, norms, gated blocks and attention note themselves. A module with functions of
-torch that are no operation is called as a whole, such as a mixture of experts. It must compute each
-row by itself, which the self-check shows.
+The model's own modules run. Embeddings, linears, norms, activations and attention note themselves.
+A module with functions of torch that are no operation is called as a whole, such as a mixture of
+experts. It must compute each row by itself, which the self-check shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,34 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan, StateCall
-from ropewalk.model_runtime.gpu.gated_block import GatedBlock
-from ropewalk.model_runtime.gpu.rms_norm import GpuRmsNorm
-from ropewalk.model_runtime.layers.merged_linear import MergedPart
-from ropewalk.model_runtime.tracing.operations import Call, Trace, UntraceableError
+from ropewalk.model_runtime.gpu.gate import Activation, activation_of
+from ropewalk.model_runtime.gpu.rms_norm import Scale, candidates
+from ropewalk.model_runtime.layers.joined_linears import can_join
+from ropewalk.model_runtime.layers.match_norm import equivalent_norm
+from ropewalk.model_runtime.tracing.operations import Call, Linears, Trace, UntraceableError
+from ropewalk.model_runtime.tracing.passes import join_gates, merge_products
 from ropewalk.model_runtime.tracing.recorder import Recorder, attribute
 
 _MOST_ATTEMPTS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class GpuProduct:
-    """Rows times a weight, which is a view that torch multiplies by without another one."""
-
-    weight_KN: Tensor
-    bias_N: Tensor | None
-
-    @classmethod
-    def of(cls, weight_NK: Tensor, bias_N: Tensor | None) -> Self:
-        """Return the product of a linear's weight and bias."""
-        return cls(weight_NK.detach().t(), None if bias_N is None else bias_N.detach())
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_KN.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_KN.shape[1]
 
 
 class GpuRecorder(Recorder):
@@ -67,36 +48,63 @@ class GpuRecorder(Recorder):
         raise UntraceableError(f"has states in layer {layer_idx}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What trials have shown about modules."""
+
+    scales: dict[nn.Module, Scale]  # of norms
+    activations: dict[nn.Module, Activation]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Try all modules of a model."""
+        scales, activations = {}, {}
+        for module in model.modules():
+            norm, activation = equivalent_norm(module, candidates), activation_of(module)
+            if norm is not None:
+                scales[module] = norm.scale
+            if activation is not None:
+                activations[module] = activation
+        return cls(scales, activations)
+
+
 @torch.inference_mode()
 def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
-    """Return the operations of a model with fewer kernels. Raises UntraceableError."""
+    """Return the operations of a patched model, joined by passes. Raises UntraceableError."""
+    known = _Known.of(model)
     whole: set[type[nn.Module]] = set()  # classes whose modules are called as a whole
     refused: set[type[nn.Module]] = set()
     for _ in range(_MOST_ATTEMPTS):
         recorder = GpuRecorder(plans)
         try:
-            return _attempt(model, recorder, whole)
+            trace = _attempt(model, recorder, known, whole)
         except UntraceableError as error:
             reason = error
             # The calls that have not returned, the innermost first.
-            open_ = [type(each) for each in reversed(recorder.called) if _can_be_whole(each)]
+            called = reversed(recorder.called)
+            open_ = [type(each) for each in called if _can_be_whole(each, known)]
             refused |= whole & set(open_)
             whole -= refused
             kind = next((each for each in open_ if each not in refused), None)
             if kind is None:
                 raise
             whole.add(kind)
+        else:
+            merge_products(trace, can_join)
+            join_gates(trace)
+            return trace
     raise reason
 
 
-def _can_be_whole(module: nn.Module) -> bool:
+def _can_be_whole(module: nn.Module, known: _Known) -> bool:
     """Return whether a module may be called as a whole: it has no attention in it."""
-    return not any(hasattr(each, "layer_idx") for each in module.modules()) and not isinstance(
-        module, GpuRmsNorm | GatedBlock | nn.ModuleList
-    )
+    has_attention = any(hasattr(each, "layer_idx") for each in module.modules())
+    return not (has_attention or isinstance(module, nn.ModuleList) or module in known.scales)
 
 
-def _attempt(model: Any, recorder: GpuRecorder, kinds: set[type[nn.Module]]) -> Trace:
+def _attempt(
+    model: Any, recorder: GpuRecorder, known: _Known, kinds: set[type[nn.Module]]
+) -> Trace:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not nn.Linear:
         raise UntraceableError("has no head")
@@ -108,17 +116,13 @@ def _attempt(model: Any, recorder: GpuRecorder, kinds: set[type[nn.Module]]) -> 
             if type(module) in kinds:
                 inside |= set(module.modules())
                 forward: Callable[..., Any] = partial(recorder.call, module, module.forward)
+            elif module is embedding:
+                forward = partial(recorder.embed, module)
+            elif module is head:
+                forward = partial(recorder.end, Linears((module,)))
             else:
-                forward = _noting(recorder, module, head, embedding)
-            if isinstance(module, GatedBlock):
-                inside |= set(module.modules())
+                forward = _noting(recorder, module, known)
             stack.enter_context(attribute(module, "forward", _watched(recorder, module, forward)))
-        shared = [each.shared for each in model.modules() if isinstance(each, MergedPart)]
-        for each in {id(each): each for each in shared}.values():
-            each.forget()
-            joined: Any = each.product
-            product = partial(recorder.multiply, GpuProduct.of(*joined.parts))
-            stack.enter_context(attribute(each, "product", product))
         return recorder.of(model)
 
 
@@ -134,22 +138,13 @@ def _watched(
     return run
 
 
-def _noting(
-    recorder: GpuRecorder, module: Any, head: nn.Linear, embedding: nn.Module
-) -> Callable[..., Any]:
+def _noting(recorder: GpuRecorder, module: nn.Module, known: _Known) -> Callable[..., Any]:
     """Return the forward of a module that notes itself; its own forward for another module."""
-    if module is embedding:
-        return partial(recorder.embed, module)
-    if module is head:
-        return partial(recorder.end, GpuProduct.of(head.weight, head.bias))
-    if isinstance(module, GpuRmsNorm):
-        return partial(recorder.normalize, module.scale, len(module.scale.weight_D))
-    own: Any = module
+    scale, activation = known.scales.get(module), known.activations.get(module)
+    if scale is not None:
+        return partial(recorder.normalize, scale, len(scale.weight_D))
+    if activation is not None:
+        return partial(recorder.activate, int(activation))
     if type(module) is nn.Linear:
-        return partial(recorder.multiply, GpuProduct.of(own.weight, own.bias))
-    if isinstance(module, GatedBlock):
-        down: Any = module.down_proj
-        gate_up = GpuProduct.of(*module.joined_parts)
-        product = GpuProduct.of(down.weight, down.bias)
-        return partial(recorder.gated, gate_up, int(module.activation), product)
-    return module.forward  # type: ignore[no-any-return]
+        return partial(recorder.multiply, Linears((module,)))
+    return module.forward

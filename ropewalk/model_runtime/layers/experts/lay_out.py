@@ -18,7 +18,7 @@ from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.experts.mixture import mixture_of, router_product
 from ropewalk.model_runtime.layers.experts.packed import PackedExperts
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rules_of
-from ropewalk.model_runtime.layers.merged_linear import placeholder
+from ropewalk.model_runtime.layers.joined_linears import placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.layers.merged_linear import placeholder
+from ropewalk.model_runtime.layers.joined_linears import placeholder
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 
 if TYPE_CHECKING:

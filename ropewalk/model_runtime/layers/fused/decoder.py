@@ -43,8 +43,8 @@ from ropewalk.model_runtime.layers.fused.program import (
 )
 from ropewalk.model_runtime.layers.fused.states import advance_function, advanced, state_arrays
 from ropewalk.model_runtime.layers.fused.trace import traced
+from ropewalk.model_runtime.layers.joined_linears import can_join
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
-from ropewalk.model_runtime.layers.merged_linear import can_join
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
 from ropewalk.model_runtime.tracing.operations import (

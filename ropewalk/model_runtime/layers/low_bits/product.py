@@ -13,8 +13,8 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.aligned import aligned, are_ali
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, block_outputs
 from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import RowProducts
+from ropewalk.model_runtime.layers.joined_linears import merged_bias
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear
-from ropewalk.model_runtime.layers.merged_linear import merged_bias
 from ropewalk.model_runtime.layers.packed_product import (
     PackedProduct,
     Way,
