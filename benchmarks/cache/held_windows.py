@@ -16,7 +16,7 @@ import torch
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
-from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.page_groups import PageGroups, group_layers
@@ -36,8 +36,7 @@ def answered(
     """Return the answer to a prompt, the bytes of the cache, and the seconds that it took."""
     engine = build_engine(checkpoint, config)
     runner: Any = engine._core._runner  # noqa: SLF001  # its cache is for itself alone
-    options = DeploymentOptions(page_size=_PAGE)
-    deployment = make_deployment("model", checkpoint.native, options)
+    deployment = make_deployment("model", checkpoint.native, page_size=_PAGE)
     sampling = SamplingParams(temperature=0.0, max_tokens=num_new, logprobs=1, ignore_eos=True)
     tier_choice = deployment.choose(RopeRequest(), len(token_ids), num_new)
     began = time.monotonic()

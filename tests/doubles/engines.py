@@ -128,9 +128,9 @@ def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
     return prepare_model(model, byte_tokenizer(), frozenset(), {})
 
 
-def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
+def deployment_of(checkpoint: Checkpoint, page_size: int = 1, **options: Any) -> Deployment:
     """A deployment of that checkpoint."""
-    return make_deployment("tiny", checkpoint.native, DeploymentOptions(**options))
+    return make_deployment("tiny", checkpoint.native, DeploymentOptions(**options), page_size)
 
 
 def groups_of(checkpoint: Checkpoint) -> PageGroups:

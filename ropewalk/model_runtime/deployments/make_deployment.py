@@ -1,12 +1,18 @@
 """Build a Deployment from settings and a checkpoint's rope block."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from ropewalk.model_runtime.deployments.allowed_tiers import tiers_by_positions, tiers_by_type
 from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.setting import setting
 from ropewalk.rope import (
+    OTHER_POLICY_NAMES,
+    POLICIES,
+    POSITION_METHODS,
+    ROPE_TYPES,
     SWITCHING,
     NativeRope,
     Policy,
@@ -27,24 +33,69 @@ DEFAULT_POLICY: Policy = "by_position"
 _SWITCHING_POLICY: Policy = "grow"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentOptions:
-    """Hold an operator's choices for one deployment, under the names of the settings.
+class DeploymentOptions(BaseModel):
+    """An operator's choices for one deployment, which are the settings under Deployment.
 
     A field that is None leaves its choice to the checkpoint or to the scaling method.
     """
 
-    rope_scaling: Mapping[str, Any] | None = None  # a block as in transformers' config.json
-    rope_policy: Policy | None = None
-    rope_tiers: Sequence[float] | None = None  # their ceilings, in native lengths, ascending
-    allowed_rope_types: Sequence[str] | None = None  # that a request may name; None: all possible
-    # Position methods that a request may name; None: the deployment's own, and native.
-    allowed_positions: Sequence[str] | None = None
-    max_rope_factor: float | None = None  # that a request may ask for; at least 1
-    # That a request may name exactly, beside those of the tiers.
-    exact_rope_factors: Sequence[float] | None = None
-    max_model_len: int | None = None  # tokens; at most the longest tier
-    page_size: int = 1  # of the cache, which windows and chunks follow
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rope_scaling: dict[str, Any] | None = setting(
+        None,
+        "Rope block in Hugging Face's format: how to rescale beyond the trained length. "
+        'Default: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
+        unit="JSON",
+    )
+    rope_policy: Policy | None = setting(
+        None,
+        f"Policy that chooses a request's tier: {', '.join(POLICIES)}. Default: by_position, or "
+        "that of the checkpoint's own scaling.",
+        unit="name",
+    )
+    rope_tiers: tuple[float, ...] | None = setting(
+        None,
+        "Tier ceilings as multiples of the trained length, rising from 1 to the factor, for "
+        "example 1,2,4,8. Default: powers of two up to the factor.",
+        unit="multiples",
+    )
+    allowed_rope_types: tuple[str, ...] | None = setting(
+        None,
+        f"Methods that a request may ask for: {', '.join(ROPE_TYPES)}. The deployment's own method "
+        "must be one of them. Default: all that the model supports.",
+        unit="names",
+    )
+    allowed_positions: tuple[str, ...] | None = setting(
+        None,
+        f"Position methods that a request may ask for: {', '.join(POSITION_METHODS)}. The "
+        "deployment's own method must be one of them. Default: the deployment's own, and native.",
+        unit="names",
+    )
+    max_rope_factor: float | None = setting(
+        None,
+        "Largest factor that a request may ask for, at most that of the longest tier. Default: the "
+        "factor of the longest tier.",
+        unit="factor",
+        ge=1,
+    )
+    exact_rope_factors: tuple[float, ...] | None = setting(
+        None,
+        "Factors that a request may ask for exactly, beside those of the tiers, for example 1.3,3.",
+        unit="factors",
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest context. Default: the longest tier, or the cache's size if that is smaller. "
+        "The server refuses to start if this is larger than the cache.",
+        unit="tokens",
+        flags=("--context-length", "--ctx-size", "-c"),
+        ge=1,
+    )
+
+    @field_validator("rope_policy", mode="before")
+    @classmethod
+    def _newer_name(cls, value: Any) -> Any:
+        return OTHER_POLICY_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 _DEFAULTS = DeploymentOptions()
@@ -63,9 +114,11 @@ class _Own(NamedTuple):
 
 
 def make_deployment(
-    name: str, native: NativeRope, options: DeploymentOptions = _DEFAULTS
+    name: str, native: NativeRope, options: DeploymentOptions = _DEFAULTS, page_size: int = 1
 ) -> Deployment:
     """Build the deployment of a name. Raises RopeConfigError.
+
+    `page_size`: of the cache, which windows and chunks of position methods follow.
 
     A block that was added to a checkpoint (`NativeRope.added_block`) scales by length. A checkpoint
     that was trained with its block is served under it, or by length if `rope_policy` says so.
@@ -75,7 +128,7 @@ def make_deployment(
         note = _note(native, options)
         native = native.without_scaling()
     block = _rope_scaling(native, options)
-    method, policy, own = _own(native, block, options)
+    method, policy, own = _own(native, block, options, page_size)
     rope_type = method.scaling.rope_type
     max_len = _max_len(options.max_model_len, own, trained=rope_type if block is None else None)
     by_type = tiers_by_type(
@@ -87,7 +140,7 @@ def make_deployment(
         exact_factors=options.exact_rope_factors,
     )
     by_positions = tiers_by_positions(
-        own, native, max_len, options.page_size, allowed=options.allowed_positions
+        own, native, max_len, page_size, allowed=options.allowed_positions
     )
     return Deployment(
         name,
@@ -134,14 +187,16 @@ def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str
     return {**block, "factor": None} if options.rope_tiers else block  # `rope_tiers` sets it
 
 
-def _own(native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions) -> _Own:
+def _own(
+    native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions, page_size: int
+) -> _Own:
     """Return the choice for a block; None: the checkpoint's own scaling is served."""
     if block is None:
         return _own_natively(native, options)
     longest_len, is_trained = options.max_model_len, options.rope_scaling is None
     if is_trained and native.chunked is not None:
         longest_len = longest_len or native.chunked.longest
-    tiers = _position_tiers(block, native, longest_len, options.page_size)
+    tiers = _position_tiers(block, native, longest_len, page_size)
     block = {field: value for field, value in block.items() if field != "positions"}
     if tiers is None:
         return _own_by_block(native, block, options)
@@ -299,8 +354,6 @@ def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
     highest = tiers[-1].factor
     if max_rope_factor is None:
         return highest
-    if max_rope_factor < 1:
-        raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
     if max_rope_factor > highest:
         raise RopeConfigError(
             "max_rope_factor",

@@ -1,36 +1,21 @@
 """Declaration of settings, and parsing of their values from text or YAML's own types."""
 
-import itertools
 import json
 import re
-from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import NoDecode
 
 from ropewalk.model_runtime.sampling_limits import INT64, SAMPLING_LIMITS, Limit
 from ropewalk.rope import ROPE_TYPES
 from ropewalk.server.strict_json import TwiceError, object_of
-
-
-def setting(
-    default: Any, text: str, *, unit: str = "", flags: Collection[str] = (), **limits: Any
-) -> Any:
-    """Declare a setting. `unit` is its value's unit or format, shown in help and docs.
-
-    `flags`: those of vLLM, SGLang and llama.cpp that mean the same.
-    """
-    extra: dict[str, Any] = {"unit": unit, "flags": list(flags)}
-    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 def unit_of(field: Any) -> str:
@@ -59,36 +44,38 @@ class _Switch:
 class Section(BaseModel):
     """Settings that belong together; its docstring is their heading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a boolean for a number, because Python treats true and false as numbers."""
-        if cls.model_fields[str(info.field_name)].annotation is bool:
-            return value
-        if isinstance(value, list):
-            return [_Switch(is_on=item) if isinstance(item, bool) else item for item in value]
-        return _Switch(is_on=value) if isinstance(value, bool) else value
+    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Parse the format of a value in a flag or an environment variable."""
+        field = cls.model_fields[str(info.field_name)]
+        if not isinstance(value, str):
+            return value if field.annotation is bool else _without_switches(value)
+        if unit_of(field) == "JSON":
+            return _from_json(value)
+        return _split(value) if _is_list(field.annotation) else value
 
 
-def _split(value: Any) -> Any:
-    """Split `1,2,4,8`, the format in a flag or an environment variable."""
-    if not isinstance(value, str):
-        return value
+def _is_list(annotation: Any) -> bool:
+    """Return whether values are lists of names or numbers, or None."""
+    return any(get_origin(each) is tuple for each in (annotation, *get_args(annotation)))
+
+
+def _without_switches(value: Any) -> Any:
+    """Refuse a boolean for a number, because Python treats true and false as numbers."""
+    if isinstance(value, list):
+        return [_without_switches(item) for item in value]
+    return _Switch(is_on=value) if isinstance(value, bool) else value
+
+
+def _split(value: str) -> tuple[str, ...]:
+    """Split `1,2,4,8`."""
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
 
-def _not_empty(value: Any) -> Any:
-    """Refuse an empty text: a variable that is unset where it is used would open the server."""
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("must hold a key, leave it out for a server without keys")
-    return value
-
-
-def _from_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
+def _from_json(value: str) -> Any:
     try:
         return json.loads(value, object_pairs_hook=object_of)
     except TwiceError as error:
@@ -127,12 +114,6 @@ def _store_address(value: str) -> str:
     return value
 
 
-def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
-    if any(low >= high for low, high in itertools.pairwise(values)) or not values or values[0] < 1:
-        raise ValueError("must rise strictly from 1 or more")
-    return values
-
-
 def _generation_defaults(value: dict[str, Any] | None) -> dict[str, Any] | None:
     """Refuse fields and values that no request can have as a default."""
     limits = {**SAMPLING_LIMITS, "max_new_tokens": Limit(1, INT64, is_integer=True)}
@@ -160,19 +141,9 @@ def other_words(**words: str) -> BeforeValidator:
     )
 
 
-FromJson = BeforeValidator(_from_json)
 OffIsAWord = BeforeValidator(_off)
-Numbers = Annotated[
-    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
-    NoDecode,
-    BeforeValidator(_split),
-    AfterValidator(_rising),
-]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Keys = Annotated[Names, BeforeValidator(_not_empty)]
+Names = tuple[str, ...]
 HostNames = Annotated[Names, AfterValidator(_host_names)]
 StoreAddress = Annotated[str, AfterValidator(_store_address)]
 Device = Annotated[str, AfterValidator(_device)]
-# Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.
-JsonObject = Annotated[dict[str, Any] | None, NoDecode, FromJson]
-GenerationDefaults = Annotated[JsonObject, AfterValidator(_generation_defaults)]
+GenerationDefaults = Annotated[dict[str, Any] | None, AfterValidator(_generation_defaults)]

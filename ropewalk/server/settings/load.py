@@ -63,7 +63,7 @@ class ServeSettings(
 ):
     """The settings of `ropewalk serve`."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, enable_decoding=False)
 
 
 # In the order of help and docs/settings.md.

@@ -2,21 +2,18 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import Field
-from pydantic_settings import NoDecode
+from pydantic import Field, field_validator
 
+from ropewalk.model_runtime.setting import setting
 from ropewalk.server.settings.fields import (
-    FromJson,
     GenerationDefaults,
     HostNames,
-    Keys,
     Names,
     OffIsAWord,
     Section,
-    setting,
 )
 
 
@@ -39,7 +36,6 @@ class HttpSettings(Section):
         " it. 0: never.",
         unit="seconds",
         ge=0,
-        allow_inf_nan=False,
     )
     stream_interval: int = setting(
         1,
@@ -67,7 +63,7 @@ class KeyEntry(Section):
 class AccessSettings(Section):
     """Access"""  # noqa: D400  # a heading
 
-    api_key: Keys = setting(
+    api_key: Names = setting(
         (),
         "Keys that requests may present as `Authorization: Bearer KEY`. Without a key the "
         "server answers every client that reaches the port.",
@@ -96,7 +92,7 @@ class AccessSettings(Section):
         "/version are open.",
         unit="switch",
     )
-    keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
+    keys: tuple[KeyEntry, ...] | None = setting(
         None,
         "Bounds of named keys: a list of objects with a name and max_running or "
         "max_requests_per_minute. The keys themselves are in api_key_file.",
@@ -148,6 +144,14 @@ class AccessSettings(Section):
         "probes and /metrics).",
         unit="name",
     )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        """Refuse an empty text: a variable that is unset where it is used would open the server."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("must hold a key, leave it out for a server without keys")
+        return value
 
 
 class LogSettings(Section):

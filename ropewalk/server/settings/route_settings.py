@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ropewalk.model_runtime.setting import setting
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file
-from ropewalk.server.settings.fields import HostNames, Names, Section, setting
+from ropewalk.server.settings.fields import HostNames, Names, Section
 from ropewalk.server.settings.load import SettingsError
 from ropewalk.server.settings.problems import (
     ENV_PREFIX,
@@ -137,7 +138,7 @@ class EdgeSettings(Section):
 class RouteSettings(FleetSettings, EdgeSettings, BaseSettings):
     """The settings of `ropewalk route`."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, enable_decoding=False)
 
 
 ROUTE_SECTIONS = (FleetSettings, EdgeSettings)

@@ -4,19 +4,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_settings import NoDecode
 
-from ropewalk.rope import OTHER_POLICY_NAMES, POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions
+from ropewalk.model_runtime.setting import setting
 from ropewalk.server.settings.fields import (
     Device,
-    FromJson,
-    JsonObject,
     Names,
-    Numbers,
     Section,
     StoreAddress,
     other_words,
-    setting,
 )
 
 
@@ -50,7 +46,7 @@ class ModelSettings(Section):
         flags=("--alias", "-a"),
         min_length=1,
     )
-    model_aliases: Annotated[dict[str, str] | None, NoDecode, FromJson] = setting(
+    model_aliases: dict[str, str] | None = setting(
         None,
         'Other names that clients may send, each with the deployment that serves it: {"gpt-4o": '
         '"my-model"}.',
@@ -122,60 +118,8 @@ class ModelSettings(Section):
     )
 
 
-class DeploymentSettings(Section):
+class DeploymentSettings(DeploymentOptions, Section):
     """Deployment"""  # noqa: D400  # a heading
-
-    rope_scaling: JsonObject = setting(
-        None,
-        "Rope block in Hugging Face's format: how to rescale beyond the trained length. "
-        'Default: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
-        unit="JSON",
-    )
-    rope_policy: Annotated[Policy, other_words(**OTHER_POLICY_NAMES)] | None = setting(
-        None,
-        f"Policy that chooses a request's tier: {', '.join(POLICIES)}. Default: by_position, or "
-        "that of the checkpoint's own scaling.",
-        unit="name",
-    )
-    rope_tiers: Numbers | None = setting(
-        None,
-        "Tier ceilings as multiples of the trained length, rising from 1 to the factor, for "
-        "example 1,2,4,8. Default: powers of two up to the factor.",
-        unit="multiples",
-    )
-    allowed_rope_types: Names | None = setting(
-        None,
-        f"Methods that a request may ask for: {', '.join(ROPE_TYPES)}. The deployment's own method "
-        "must be one of them. Default: all that the model supports.",
-        unit="names",
-    )
-    allowed_positions: Names | None = setting(
-        None,
-        f"Position methods that a request may ask for: {', '.join(POSITION_METHODS)}. The "
-        "deployment's own method must be one of them. Default: the deployment's own, and native.",
-        unit="names",
-    )
-    max_rope_factor: float | None = setting(
-        None,
-        "Largest factor that a request may ask for, at most that of the longest tier. Default: the "
-        "factor of the longest tier.",
-        unit="factor",
-        ge=1,
-        allow_inf_nan=False,
-    )
-    exact_rope_factors: Numbers | None = setting(
-        None,
-        "Factors that a request may ask for exactly, beside those of the tiers, for example 1.3,3.",
-        unit="factors",
-    )
-    max_model_len: int | None = setting(
-        None,
-        "Longest context. Default: the longest tier, or the cache's size if that is smaller. "
-        "The server refuses to start if this is larger than the cache.",
-        unit="tokens",
-        flags=("--context-length", "--ctx-size", "-c"),
-        ge=1,
-    )
 
 
 class DeploymentEntry(DeploymentSettings):
@@ -194,7 +138,6 @@ class CacheSettings(Section):
         "need.",
         unit="GiB",
         gt=0,
-        allow_inf_nan=False,
     )
     kv_cache_tokens: int | None = setting(
         None,
@@ -222,7 +165,6 @@ class CacheSettings(Section):
         "Size of that folder; the pages that were not used for longest are deleted.",
         unit="GiB",
         gt=0,
-        allow_inf_nan=False,
     )
     kv_store: StoreAddress | None = setting(
         None,
@@ -237,7 +179,6 @@ class CacheSettings(Section):
         "one. Default: none.",
         unit="GiB",
         gt=0,
-        allow_inf_nan=False,
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -354,11 +295,9 @@ class SourceSettings(Section):
         "the file.",
         unit="path",
     )
-    deployments: Annotated[Entries | None, NoDecode, FromJson, AfterValidator(_one_to_sixteen)] = (
-        setting(
-            None,
-            "Several model names over one set of weights and one cache: a list of objects with a "
-            "name and the settings under Deployment.",
-            unit="JSON",
-        )
+    deployments: Annotated[Entries | None, AfterValidator(_one_to_sixteen)] = setting(
+        None,
+        "Several model names over one set of weights and one cache: a list of objects with a "
+        "name and the settings under Deployment.",
+        unit="JSON",
     )

@@ -25,7 +25,7 @@ def deployment(positions: dict[str, Any] | None = None, **options: Any) -> Deplo
     """A deployment over the plain checkpoint, with pages of 16."""
     if positions is not None:
         options["rope_scaling"] = {"rope_type": "default", "positions": positions}
-    return make_deployment("m", NATIVE, DeploymentOptions(page_size=16, **options))
+    return make_deployment("m", NATIVE, DeploymentOptions(**options), page_size=16)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_authors_in_whole_pages(
 def test_pages_larger_than_a_chunk_still_get_a_default() -> None:
     """The embedded model has L = 256, and the default page is 64."""
     block = {"rope_type": "default", "positions": {"method": "dual_chunk"}}
-    made = make_deployment("m", NATIVE, DeploymentOptions(rope_scaling=block, page_size=64))
+    made = make_deployment("m", NATIVE, DeploymentOptions(rope_scaling=block), page_size=64)
     assert made.own_tiers[-1].profile.positions == DualChunk(192, 64)
 
 
@@ -224,7 +224,7 @@ CHOICES = ("own", "listed", "listed beside yarn")
 def _with_defaults(choice: str, method: str, native_len: int, page_size: int, length: int) -> Any:
     """A deployment with a method under its defaults, and a longest context."""
     native = native_rope({"max_position_embeddings": native_len, "head_dim": 16})
-    given: dict[str, Any] = {"max_model_len": length, "page_size": page_size}
+    given: dict[str, Any] = {"max_model_len": length}
     if choice == "own":
         given["rope_scaling"] = {"rope_type": "default", "positions": {"method": method}}
     elif choice == "listed":
@@ -234,7 +234,7 @@ def _with_defaults(choice: str, method: str, native_len: int, page_size: int, le
     else:
         given["rope_scaling"] = {"rope_type": "yarn", "factor": 16.0}
         given["allowed_positions"] = ["native", method]
-    return make_deployment("m", native, DeploymentOptions(**given))
+    return make_deployment("m", native, DeploymentOptions(**given), page_size)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

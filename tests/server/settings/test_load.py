@@ -275,7 +275,6 @@ def test_lists_and_json_are_read_from_strings() -> None:
             {"max_num_batched_tokens": "8", "max_num_seqs": "9"},
             r"must be >= max_num_seqs \(9\), got 8",
         ),
-        ({"rope_tiers": "1,4,2"}, "rope_tiers: must rise strictly from 1 or more, got '1,4,2'"),
         ({"model": ""}, "model: .*at least 1"),
     ],
 )

@@ -34,9 +34,9 @@ def test_fixed_is_always_and_the_others_begin_beyond_l() -> None:
     for variant in plan((128, 1024)).variants:
         entry = plan((128, 1024)).entry(variant)
         options = DeploymentOptions(
-            rope_scaling=entry.rope_scaling, max_model_len=entry.max_model_len, page_size=64
+            rope_scaling=entry.rope_scaling, max_model_len=entry.max_model_len
         )
-        tiers = make_deployment("m", NATIVE, options).own_tiers
+        tiers = make_deployment("m", NATIVE, options, page_size=64).own_tiers
         found[variant.label] = [(tier.ceiling, tier.profile.name) for tier in tiers]
     assert found == {
         "rerope fixed": [(1024, "default+rerope")],

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.rope import NativeRope, Profile, RopeConfigError
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.settings.sections import DeploymentSettings
 from ropewalk.server.startup.planning.held_windows import windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
@@ -134,7 +132,7 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
     return len({tier.profile for own in of_methods for tier in (*own.ascending, *own.exact)})
 
 
-def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
+def _stated(settings: ServeSettings) -> dict[str, DeploymentOptions]:
     """Return the settings of each deployment by its name: those listed, or the only one."""
     if settings.deployments is None:
         return {model_name(settings): settings}
@@ -142,16 +140,14 @@ def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
 
 
 def _deployment(
-    settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
+    settings: ServeSettings, name: str, stated: DeploymentOptions, native: NativeRope
 ) -> Deployment:
-    given: dict[str, Any] = {one: getattr(stated, one) for one in DeploymentSettings.model_fields}
     if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
-        given["rope_scaling"] = _EMBEDDED_SCALING
-    options = DeploymentOptions(**given, page_size=settings.page_size)
+        stated = stated.model_copy(update={"rope_scaling": _EMBEDDED_SCALING})
     try:
-        return make_deployment(name, native, options)
+        return make_deployment(name, native, stated, settings.page_size)
     except RopeConfigError as error:
-        inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+        inside = "" if error.field in DeploymentOptions.model_fields else "rope_scaling: "
         raise SettingsError(f"{_prefix(settings, name)}{inside}{error}") from error
 
 
