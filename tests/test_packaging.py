@@ -37,9 +37,10 @@ def test_the_named_requirements_are_those_of_the_extras() -> None:
 
 
 def test_the_newest_release_of_the_changelog_is_the_version() -> None:
-    """Entries above it are unreleased."""
+    """A section above it is of a release that is in the making."""
     headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == "Unreleased"
-    newest, _, date = headings[1].partition(" - ")
+    dated = [each for each in headings if not each.endswith(" - unreleased")]
+    assert headings[-len(dated) :] == dated
+    newest, _, date = dated[0].partition(" - ")
     assert newest == PROJECT["version"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
