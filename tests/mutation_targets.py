@@ -139,7 +139,7 @@ TARGETS = {
     ),
     "sealed pages": Target(
         ("model_runtime/attention/sealed/*.py",),
-        (f"{_RUNTIME}/attention/test_sealed_pages.py", "tests/promises/test_sealed_windows.py"),
+        (f"{_RUNTIME}/attention/test_sealed_pages.py", "tests/promises/test_any_serving.py"),
     ),
     "packed weights": Target(
         ("model_runtime/layers/packed_*.py", "model_runtime/tracing/passes.py"),

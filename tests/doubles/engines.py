@@ -1,6 +1,7 @@
 """Engines over tiny models, and the requests that tests send them."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from ropewalk.model_runtime.request import (
     SamplingParams,
     TokenLogprob,
 )
-from tests.checkpoints.tiny_models import tiny_model
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
 from tests.doubles.tokens import byte_tokenizer
 
 _ids = itertools.count()
@@ -98,6 +99,12 @@ class EngineFactory:
         self._engines.append(engine)
         return engine
 
+    def alone(
+        self, checkpoint: Checkpoint, requests: Sequence[Request], **config: Any
+    ) -> list["Result"]:
+        """The results of requests that are each served by an engine of its own."""
+        return [answer(self.over(checkpoint, **config), each)[0] for each in requests]
+
     def stop_all(self) -> None:
         """End every engine; every page must be back by then."""
         for engine in self._engines:
@@ -116,6 +123,12 @@ class Preemptions(Observer):
     def preempted(self, request: Request) -> None:
         """Count one preemption."""
         self.num += 1
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    """Tokens of a prompt, which differ between seeds."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Checkpoint:

@@ -30,6 +30,16 @@ class Counted(Observer):
         self.num_preempted += 1
 
 
+class Company(Counted):
+    """Counts what a request may share with others, besides drafts."""
+
+    num_cached = 0
+
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
+        """Count the tokens of a cached prefix."""
+        self.num_cached += num_cached_tokens
+
+
 class Adversary(Drafter):
     """Drafts that are right, wrong or mixed, at random; it knows the answers."""
 

@@ -17,18 +17,14 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
-from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 from tests.doubles.engines import (
     EngineFactory,
-    Result,
     answer,
-    checkpoint_of,
     deployment_of,
     request,
     tiny_checkpoint,
 )
 from tests.doubles.runner_spy import RunnerSpy
-from tests.oracles.draft_adversary import Counted, tell, use_adversary
 
 # method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
 MIX: list[tuple[str, float, bool, int, int]] = [
@@ -103,60 +99,22 @@ def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[R
     return requests
 
 
-def alone(engine: Engine, requests: list[Request]) -> list[Result]:
-    """The result of each request, served by itself."""
-    return [answer(engine, each)[0] for each in requests]
-
-
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_short_beside_long_on_the_embedded_model(
-    embedded: Checkpoint, engines: EngineFactory, seed: int
-) -> None:
-    """Nine methods, factors and lengths share one batch; the reference is each request alone."""
-    config = {"kv_cache_tokens": 16_384, "max_num_batched_tokens": 512}
-    requests = mixed_requests(embedded, embedded.vocab_size, seed)
-    expected = alone(engines.over(embedded, **config), requests)
-
-    engine = engines.over(embedded, **config)
-    watched = SharedForwards(engine)
-    assert answer(engine, *requests) == expected
+@pytest.mark.parametrize("architecture", ["embedded", "llama", "gemma3_text"])
+def test_short_beside_long(embedded: Checkpoint, engines: EngineFactory, architecture: str) -> None:
+    """Nine methods, factors and lengths share one batch; Gemma has two tables for each."""
+    checkpoint = embedded if architecture == "embedded" else tiny_checkpoint(architecture)
+    config = {"kv_cache_tokens": 16_384}
+    requests = mixed_requests(checkpoint, checkpoint.vocab_size, 5)
+    expected = engines.alone(checkpoint, requests, **config)
+    for chunk in (16, 512):
+        rows = {"max_num_logit_rows": max(16, chunk // 3), "max_num_seqs": 16}
+        engine = engines.over(checkpoint, max_num_batched_tokens=chunk, **rows, **config)
+        watched = SharedForwards(engine)
+        assert answer(engine, *requests) == expected, chunk
     # Nine requests of 84 tokens in all: alone they would take 84 calls or more.
     assert max(watched.num_sequences_per_call) >= 8
     assert max(watched.profiles_per_call) >= 7
     assert sum(each > 4 for each in watched.profiles_per_call) >= 4
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "gpt_neox", "cohere2", "gemma3_text", "gpt_oss"]
-)
-def test_short_beside_long_on_other_architectures(
-    engines: EngineFactory, architecture: str
-) -> None:
-    """They have biases, partial rotary, layers without rotation, two tables, or experts."""
-    checkpoint = tiny_checkpoint(architecture)
-    requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
-    expected = alone(engines.over(checkpoint), requests)
-    engine = engines.over(checkpoint)
-    watched = SharedForwards(engine)
-    assert answer(engine, *requests) == expected
-    assert max(watched.num_sequences_per_call) >= 7
-
-
-def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """Chunks of 16, 64 and 1,000 tokens answer like each request alone."""
-    requests = mixed_requests(embedded, embedded.vocab_size, 5)
-    expected = alone(engines.over(embedded, kv_cache_tokens=16_384), requests)
-    for chunk in (16, 64, 1000):
-        engine = engines.over(
-            embedded,
-            kv_cache_tokens=16_384,
-            max_num_batched_tokens=chunk,
-            max_num_logit_rows=max(16, chunk // 3),
-            max_num_seqs=16,
-        )
-        assert answer(engine, *requests) == expected, chunk
 
 
 def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFactory) -> None:
@@ -177,62 +135,3 @@ def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFac
             assert all(result == results[0] for result in results), threads
     finally:
         torch.set_num_threads(before)
-
-
-def test_earlier_requests_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """Earlier requests must leave no base, table or page behind that a later one would read."""
-    requests = mixed_requests(embedded, embedded.vocab_size, 6)
-    engine = engines.over(embedded, kv_cache_tokens=4096)
-    first = answer(engine, requests[0])
-    alone(engine, requests[1:])
-    assert answer(engine, requests[0]) == first
-
-
-class Company(Counted):
-    """Counts what a request may share with others, besides drafts."""
-
-    num_cached = 0
-
-    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
-        """Count the tokens of a cached prefix."""
-        del request, queue_seconds
-        self.num_cached += num_cached_tokens
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.costly)],
-    ids=str,
-)
-def test_a_mixture_of_experts_keeps_its_bits_in_any_company(
-    engines: EngineFactory, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Chunks, prefix hits, preemptions and drafts change how many rows an expert gets."""
-    model = tiny_model("qwen3_moe", num_experts=16, num_experts_per_tok=4)
-    checkpoint = checkpoint_of(in_dtype(model, dtype))
-    assert checkpoint.report.bitwise
-    deployment = deployment_of(checkpoint)
-    rng = random.Random(7)
-    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(32)]
-    asked = [
-        request(
-            deployment,
-            [*prefix[: rng.choice([16, 32])], *(rng.randrange(VOCAB_SIZE) for _ in range(length))],
-            max_tokens=24,
-            logprobs=3,
-            temperature=0.8 * (length % 2),
-            seed=length,
-        )
-        for length in (1, 2, 5, 8)
-    ]
-    expected = [answer(engines.over(checkpoint), each)[0] for each in asked]
-    counted = Company()
-    config = {"max_num_batched_tokens": 16, "max_num_logit_rows": 16}
-    config |= {"kv_cache_tokens": 128, "max_model_len": 128}
-    engine = engines.over(checkpoint, observer=counted, **config)
-    assert answer(engine, *asked) == expected
-    tell(use_adversary(monkeypatch), 3, 0.7, list(zip(asked, expected, strict=True)))
-    engine = engines.over(checkpoint, observer=counted, max_draft_tokens=7)
-    assert answer(engine, *asked) == expected
-    engines.stop_all()  # a step is counted after its last output
-    assert min(counted.num_cached, counted.num_preempted, counted.num_accepted) > 0

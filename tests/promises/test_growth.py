@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.penalties import SeenTokens
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample
-from ropewalk.rope import POLICIES, Policy, Yarn
+from ropewalk.rope import Policy, Yarn
 from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
 from tests.doubles.engines import (
     EngineFactory,
@@ -230,33 +230,6 @@ def test_pages_by_position_serve_prompts_of_every_tier(
             alone = answer(engines.over(llama_checkpoint, page_size=16), asked)
             assert [Result.of(outputs)] == alone
     assert found == [0, 48, 112, 96, 0, 0, 0, 96]
-
-
-@pytest.mark.costly
-def test_crossings_happen_at_any_step_for_some_and_not_for_others(
-    engines: EngineFactory,
-) -> None:
-    """One batch holds all policies at different lengths; each request answers as alone."""
-    checkpoint = tiny_checkpoint("qwen2")
-    policies: list[Policy] = list(POLICIES)
-    deployments: list[Deployment] = [
-        deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy) for policy in policies
-    ]
-    requests = [
-        request(
-            deployments[index % len(policies)],
-            PROMPT[index:] + [index + 1] * (5 * index),
-            max_tokens=90 + 5 * index,
-            logprobs=1,
-            temperature=0.7,
-            seed=index,
-        )
-        for index in range(12)
-    ]
-    expected = [answer(engines.over(checkpoint), each)[0] for each in requests]
-    together = answer(engines.over(checkpoint, max_num_batched_tokens=48), *requests)
-    assert together == expected
-    assert {result.num_rescales for result in together} >= {0, 1, 2}
 
 
 def test_a_prompt_is_computed_under_the_tier_that_covers_it(

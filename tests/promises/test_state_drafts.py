@@ -1,11 +1,9 @@
-"""Drafts change no bit of models whose layers keep states: whatever they contain.
+"""Drafts of models whose layers keep states: their snapshots, slots and faults.
 
-The references are the same requests without drafts, which `test_states.py` compares with each
-request alone and with transformers.
+The references are the same requests without drafts. `test_any_serving.py` has random drafts.
 """
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Event
@@ -14,48 +12,28 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
-from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import (
     EngineFactory,
     Result,
     answer,
     checkpoint_of,
     deployment_of,
+    random_tokens,
     request,
 )
-from tests.doubles.tokens import byte_tokenizer
-from tests.fixed_costs import fix_step_costs
-from tests.oracles.draft_adversary import Adversary, Counted, tell, use_adversary
-from tests.promises.test_batch_invariance import Company
-from tests.sampling import sampled
+from tests.oracles.draft_adversary import Adversary, Counted, tell
 
 MOST = 15
-PAGE = 16
-FIXED = [("qwen3_5_text", torch.float32)]
-OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3")
 SCHEMA = {
     "type": "object",
     "properties": {"a_long_name": {"enum": [True, False]}, "another_name": {"const": "text"}},
     "required": ["a_long_name", "another_name"],
     "additionalProperties": False,
 }
-MATRIX = [(each, dtype) for each in OTHERS for dtype in (torch.float32, torch.bfloat16)]
-
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_step_costs(monkeypatch)
-
-
-@pytest.fixture
-def adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
-    """An adversary in the place of the drafter."""
-    return use_adversary(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
@@ -64,98 +42,14 @@ def hybrid(request: pytest.FixtureRequest) -> Checkpoint:
     return checkpoint_of(tiny_model(request.param))
 
 
-def _prompt(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
-
-
-def _company(checkpoint: Checkpoint) -> list[Request]:
-    """Requests of two deployments: greedy and drawn, choices of a prompt, a grammar, a stop."""
-    plain = deployment_of(checkpoint)
-    yarn = deployment_of(
-        checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_policy="grow"
-    )
-    shared = _prompt(48)
-    compiler = GrammarCompiler(checkpoint.tokenizer)
-    grammar = compiler.compile(compiler.text_of(SCHEMA)).result()
-    return [
-        request(plain, shared + _prompt(3, 1), max_tokens=40, logprobs=3),
-        request(yarn, shared + _prompt(9, 2), max_tokens=60, logprobs=2),
-        *(
-            request(plain, shared, max_tokens=30, temperature=1.0, seed=seed, logprobs=1)
-            for seed in (1, 2)
-        ),
-        request(yarn, _prompt(20, 3), max_tokens=45, temperature=0.9, seed=7, top_p=0.9, top_k=20),
-        request(plain, _prompt(5, 4), max_tokens=50, repetition_penalty=1.3, presence_penalty=0.5),
-        request(plain, _prompt(9, 5), max_tokens=50, stop=("a", "e"), temperature=1.0, seed=11),
-        replace(
-            request(plain, _prompt(5, 6), max_tokens=58, temperature=1.0, seed=5), grammar=grammar
-        ),
-    ]
-
-
 def _served(
     engines: EngineFactory, checkpoint: Checkpoint, asked: Sequence[Request], **config: Any
-) -> tuple[list[Result], Company]:
-    counted = Company()
+) -> tuple[list[Result], Counted]:
+    counted = Counted()
     engine = engines.over(checkpoint, observer=counted, **config)
     results = answer(engine, *asked)
     engine.stop()  # a step is counted after its last output
     return results, counted
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(("architecture", "dtype"), sampled(MATRIX, fixed=FIXED, drawn=1), ids=str)
-def test_no_draft_changes_a_bit_in_any_company(
-    architecture: str,
-    dtype: torch.dtype,
-    engines: EngineFactory,
-    adversary: type[Adversary],
-) -> None:
-    """Batches with and without drafts, grammars, prefix hits, preemption, and few slots."""
-    checkpoint = checkpoint_of(in_dtype(tiny_model(architecture), dtype))
-    assert checkpoint.report.bitwise
-    asked = _company(checkpoint)
-    plain, _ = _served(engines, checkpoint, asked)
-    assert json.loads(plain[-1].text)["another_name"] == "text"
-    adversary.share_silent = 0.3
-    total = Company()
-    for seed, config in enumerate(
-        [
-            {"max_draft_tokens": MOST},
-            {"max_draft_tokens": 4, "max_num_batched_tokens": 20},
-            {"max_draft_tokens": MOST, "kv_cache_tokens": 14 * PAGE, "max_model_len": 128},
-            {"max_draft_tokens": MOST, "num_state_slots": 6},
-        ]
-    ):
-        tell(adversary, seed, 0.8, list(zip(asked, plain, strict=True)))
-        drafted, counted = _served(engines, checkpoint, asked, **config)
-        assert drafted == plain, config
-        total.num_drafted += counted.num_drafted
-        total.num_accepted += counted.num_accepted
-        total.num_preempted += counted.num_preempted
-        total.num_cached += counted.num_cached
-    assert min(total.num_preempted, total.num_cached) > 0
-    assert 50 < total.num_accepted < total.num_drafted
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
-def test_no_draft_changes_a_bit_over_weights_of_few_bits(
-    architecture: str, engines: EngineFactory, adversary: type[Adversary]
-) -> None:
-    """The projections of layers with states have few bits, too."""
-    model: Any = tiny_model(architecture)
-    quantise_model(model, byte_tokenizer())
-    name = "linear_attn" if architecture == "qwen3_5_text" else "conv"
-    assert isinstance(getattr(model.model.layers[0], name).out_proj, LowBitLinear)
-    checkpoint = checkpoint_of(model)
-    asked = _company(checkpoint)
-    plain, _ = _served(engines, checkpoint, asked)
-    tell(adversary, 3, 0.8, list(zip(asked, plain, strict=True)))
-    drafted, counted = _served(engines, checkpoint, asked, max_draft_tokens=MOST)
-    assert drafted == plain
-    assert 20 < counted.num_accepted < counted.num_drafted
 
 
 def test_right_drafts_save_steps(
@@ -182,7 +76,7 @@ def test_a_next_turn_begins_where_it_does_without_drafts(
     results: list[list[Result]] = []
     for most in (0, MOST):
         engine = engines.over(hybrid, max_draft_tokens=most)
-        prompt, known = _prompt(30), []
+        prompt, known = random_tokens(30), []
         found.append([])
         results.append([])
         for turn in range(4):
@@ -194,7 +88,7 @@ def test_a_next_turn_begins_where_it_does_without_drafts(
             (outputs,) = engine.generate([asked])
             known.append(Result.of(outputs))
             found[-1].append(outputs[-1].num_cached_tokens)
-            prompt = [*prompt, *known[-1].token_ids, *_prompt(5, 100 + turn)]
+            prompt = [*prompt, *known[-1].token_ids, *random_tokens(5, 100 + turn)]
         results[-1] = known
     assert results[0] == results[1]
     assert found[0] == found[1]
@@ -206,7 +100,9 @@ def test_slots_are_free_after_an_abort_inside_a_draft(
 ) -> None:
     """The neighbour's answer stays the same."""
     deployment = deployment_of(hybrid)
-    asked = [request(deployment, _prompt(20, seed), max_tokens=50, logprobs=1) for seed in (0, 1)]
+    asked = [
+        request(deployment, random_tokens(20, seed), max_tokens=50, logprobs=1) for seed in (0, 1)
+    ]
     plain, _ = _served(engines, hybrid, asked)
     tell(adversary, 2, 0.9, list(zip(asked, plain, strict=True)))
     engine = engines.over(hybrid, max_draft_tokens=MOST)
@@ -243,7 +139,9 @@ def test_a_shortage_of_memory_around_a_draft_changes_no_bit(
 ) -> None:
     """All layers have advanced their states by then; right tokens are delivered already."""
     deployment = deployment_of(hybrid)
-    asked = [request(deployment, _prompt(30, seed), max_tokens=40, logprobs=2) for seed in range(3)]
+    asked = [
+        request(deployment, random_tokens(30, seed), max_tokens=40, logprobs=2) for seed in range(3)
+    ]
     plain, _ = _served(engines, hybrid, asked)
     tell(adversary, 5, 0.8, list(zip(asked, plain, strict=True)))
     engine = engines.over(hybrid, max_draft_tokens=4)
@@ -274,6 +172,7 @@ def test_a_shortage_of_memory_around_a_draft_changes_no_bit(
     assert num_failed == 2
 
 
+@pytest.mark.usefixtures("_fixed_costs")
 def test_forced_tokens_of_a_grammar_are_accepted(
     hybrid: Checkpoint, engines: EngineFactory
 ) -> None:
@@ -296,6 +195,7 @@ def test_forced_tokens_of_a_grammar_are_accepted(
     assert counted.num_accepted > 60
 
 
+@pytest.mark.usefixtures("_fixed_costs")
 def test_drafts_wait_while_snapshots_need_the_last_slot(
     hybrid: Checkpoint, engines: EngineFactory
 ) -> None:

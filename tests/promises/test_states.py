@@ -15,17 +15,17 @@ from torch import nn
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.request import Output, Request
+from ropewalk.model_runtime.request import Output
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
 from tests.checkpoints.adversarial_weights import Change, norms_with_zeros, outlier_rows
-from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_config, tiny_model
+from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.doubles.engines import (
     EngineFactory,
-    Preemptions,
     Result,
     answer,
     checkpoint_of,
     deployment_of,
+    random_tokens,
     request,
 )
 from tests.doubles.tokens import byte_tokenizer_fast
@@ -47,67 +47,17 @@ def _states(engine: Any) -> SequenceStates:
     return states
 
 
-def _prompt(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
-
-
-def _alone(engines: EngineFactory, checkpoint: Checkpoint, requests: list[Request]) -> list[Result]:
-    return [answer(engines.over(checkpoint), each)[0] for each in requests]
-
-
 def test_a_mixed_batch_answers_like_each_request_alone(
     hybrid: Checkpoint, engines: EngineFactory
 ) -> None:
     """Nine methods, factors and lengths share forwards, in chunks of 20 and of 512 tokens."""
     requests = mixed_requests(hybrid, VOCAB_SIZE, 4)
-    expected = _alone(engines, hybrid, requests)
+    expected = engines.alone(hybrid, requests)
     for chunk in (20, 512):
         engine = engines.over(hybrid, max_num_batched_tokens=chunk, max_num_seqs=16)
         watched = SharedForwards(engine)
         assert answer(engine, *requests) == expected
         assert max(watched.num_sequences_per_call) >= 5
-
-
-@pytest.mark.costly
-def test_bfloat16_keeps_its_bits_in_a_batch(engines: EngineFactory) -> None:
-    """The states are float32, whatever the number type of the weights."""
-    checkpoint = checkpoint_of(in_dtype(tiny_model("qwen3_5_text", 3), torch.bfloat16))
-    requests = mixed_requests(checkpoint, VOCAB_SIZE, 5)
-    expected = _alone(engines, checkpoint, requests)
-    assert answer(engines.over(checkpoint, max_num_batched_tokens=37), *requests) == expected
-
-
-def test_preempted_requests_are_computed_again_to_the_same_bits(
-    hybrid: Checkpoint, engines: EngineFactory
-) -> None:
-    """A cache that is too small for all takes pages and states from the newest."""
-    deployment = deployment_of(hybrid)
-    requests = [
-        request(deployment, _prompt(40, seed), max_tokens=60, logprobs=3) for seed in range(4)
-    ]
-    expected = _alone(engines, hybrid, requests)
-    watched = Preemptions()
-    engine = engines.over(hybrid, kv_cache_tokens=12 * PAGE, max_model_len=128, observer=watched)
-    assert answer(engine, *requests) == expected
-    assert watched.num > 0
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("policy", ["grow", "grow-exact", "by_position"])
-def test_states_grow_beyond_the_native_length(
-    hybrid: Checkpoint, engines: EngineFactory, policy: str
-) -> None:
-    """Requests cross two tiers beside each other, at different steps, as they do alone."""
-    deployment = deployment_of(hybrid, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    rope = RopeRequest(policy=policy)
-    requests = [
-        request(deployment, _prompt(40 + 9 * seed, seed), rope, max_tokens=100, logprobs=2)
-        for seed in range(3)
-    ]
-    expected = _alone(engines, hybrid, requests)
-    assert all(each.num_rescales == 2 for each in expected)
-    assert answer(engines.over(hybrid), *requests) == expected
 
 
 def test_a_next_turn_computes_its_new_tokens_and_less_than_two_pages(
@@ -116,15 +66,15 @@ def test_a_next_turn_computes_its_new_tokens_and_less_than_two_pages(
     """A conversation goes on from the snapshot in its last answer."""
     deployment = deployment_of(hybrid, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     rope = RopeRequest("yarn", 4.0, "fixed")  # one profile for all turns
-    prompt = _prompt(70)
+    prompt = random_tokens(70)
     engine = engines.over(hybrid)
     for turn in range(3):
         asked = request(deployment, prompt, rope, max_tokens=40)
         (outputs,) = engine.generate([asked])
-        assert Result.of(outputs) == _alone(engines, hybrid, [asked])[0]
+        assert Result.of(outputs) == engines.alone(hybrid, [asked])[0]
         if turn:
             assert len(prompt) - outputs[-1].num_cached_tokens < 10 + 2 * PAGE
-        prompt += [*Result.of(outputs).token_ids, *_prompt(10, 100 + turn)]
+        prompt += [*Result.of(outputs).token_ids, *random_tokens(10, 100 + turn)]
 
 
 def test_prompts_that_share_a_beginning_find_a_snapshot_where_they_part(
@@ -132,13 +82,13 @@ def test_prompts_that_share_a_beginning_find_a_snapshot_where_they_part(
 ) -> None:
     """The second request takes the snapshot, which the third one finds."""
     deployment = deployment_of(hybrid)
-    shared = _prompt(83)
+    shared = random_tokens(83)
     engine = engines.over(hybrid)
     found = []
     for seed in (1, 2, 3):
-        asked = request(deployment, shared + _prompt(30, seed), max_tokens=5, logprobs=2)
+        asked = request(deployment, shared + random_tokens(30, seed), max_tokens=5, logprobs=2)
         (outputs,) = engine.generate([asked])
-        assert Result.of(outputs) == _alone(engines, hybrid, [asked])[0]
+        assert Result.of(outputs) == engines.alone(hybrid, [asked])[0]
         found.append(outputs[-1].num_cached_tokens)
     assert found == [0, 0, 80]
 
@@ -149,10 +99,10 @@ def test_equal_prompts_at_once_are_computed_once(
     """The choices of a request wait for the first one's snapshot, as they do for pages."""
     deployment = deployment_of(hybrid)
     requests = [
-        request(deployment, _prompt(100), max_tokens=6, temperature=1.0, seed=seed)
+        request(deployment, random_tokens(100), max_tokens=6, temperature=1.0, seed=seed)
         for seed in range(4)
     ]
-    expected = _alone(engines, hybrid, requests)
+    expected = engines.alone(hybrid, requests)
     engine = engines.over(hybrid)
     outputs = engine.generate(requests)
     assert [Result.of(each) for each in outputs] == expected
@@ -169,11 +119,15 @@ def test_prompts_at_once_compute_what_they_share_once(
     """
     deployment = deployment_of(hybrid, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     rope = RopeRequest("yarn", 4.0, "fixed")  # one profile for all lengths
-    shared, longer = _prompt(70), _prompt(70) + _prompt(50, 9)
-    prompts = [shared + _prompt(40, 1), longer + _prompt(9, 2), longer + _prompt(11, 3)]
-    prompts += [shared + _prompt(25, seed) for seed in (4, 5)]
+    shared, longer = random_tokens(70), random_tokens(70) + random_tokens(50, 9)
+    prompts = [
+        shared + random_tokens(40, 1),
+        longer + random_tokens(9, 2),
+        longer + random_tokens(11, 3),
+    ]
+    prompts += [shared + random_tokens(25, seed) for seed in (4, 5)]
     requests = [request(deployment, each, rope, max_tokens=5, logprobs=2) for each in prompts]
-    expected = _alone(engines, hybrid, requests)
+    expected = engines.alone(hybrid, requests)
     engine = engines.over(hybrid, max_num_batched_tokens=chunk, max_num_seqs=16)
     outputs = engine.generate(requests)
     assert [Result.of(each) for each in outputs] == expected
@@ -186,9 +140,10 @@ def test_a_prompt_waits_for_no_snapshot_that_never_comes(
     """Three slots are too few for one, and the answers are the same."""
     deployment = deployment_of(hybrid)
     requests = [
-        request(deployment, _prompt(70) + _prompt(30, seed), max_tokens=5) for seed in range(3)
+        request(deployment, random_tokens(70) + random_tokens(30, seed), max_tokens=5)
+        for seed in range(3)
     ]
-    expected = _alone(engines, hybrid, requests)
+    expected = engines.alone(hybrid, requests)
     for num_slots in (1, 2, 3):
         assert answer(engines.over(hybrid, num_state_slots=num_slots), *requests) == expected
 
@@ -199,8 +154,8 @@ def test_a_growing_answer_evicts_no_snapshot_of_another_prompt(
     """An answer has one snapshot at a time. Four slots are those of two prompts and an answer."""
     deployment = deployment_of(hybrid)
     engine = engines.over(hybrid, num_state_slots=4)
-    first = request(deployment, _prompt(70), max_tokens=3)
-    other = request(deployment, _prompt(40, 1), max_tokens=70, ignore_eos=True)
+    first = request(deployment, random_tokens(70), max_tokens=3)
+    other = request(deployment, random_tokens(40, 1), max_tokens=70, ignore_eos=True)
     found = []
     for asked in (first, other, first):
         (outputs,) = engine.generate([asked])
@@ -211,8 +166,8 @@ def test_a_growing_answer_evicts_no_snapshot_of_another_prompt(
 def test_few_slots_let_sequences_wait(hybrid: Checkpoint, engines: EngineFactory) -> None:
     """Two slots serve five requests, of which at most two run; no snapshot has a slot then."""
     deployment = deployment_of(hybrid)
-    requests = [request(deployment, _prompt(50, seed), max_tokens=12) for seed in range(5)]
-    expected = _alone(engines, hybrid, requests)
+    requests = [request(deployment, random_tokens(50, seed), max_tokens=12) for seed in range(5)]
+    expected = engines.alone(hybrid, requests)
     engine = engines.over(hybrid, num_state_slots=2)
     watched = SharedForwards(engine)
     assert answer(engine, *requests) == expected
@@ -223,7 +178,7 @@ def test_profiles_and_salts_share_no_snapshot(hybrid: Checkpoint, engines: Engin
     """A state depends on the table under which the layers before it attended."""
     deployment = deployment_of(hybrid, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     engine = engines.over(hybrid)
-    prompt = _prompt(60)
+    prompt = random_tokens(60)
     fixed = RopeRequest("yarn", 4.0, "fixed")
     for rope, salt in ((None, ""), (fixed, ""), (None, "other")):
         asked = request(deployment, prompt, rope, salt, max_tokens=3)
@@ -240,10 +195,10 @@ def test_a_step_without_memory_advances_no_state_twice(
     """The head fails after all layers have advanced their states; the retry begins from a slot."""
     deployment = deployment_of(hybrid)
     requests = [
-        request(deployment, _prompt(30 + seed, seed), max_tokens=20, logprobs=2)
+        request(deployment, random_tokens(30 + seed, seed), max_tokens=20, logprobs=2)
         for seed in range(3)
     ]
-    expected = _alone(engines, hybrid, requests)
+    expected = engines.alone(hybrid, requests)
     engine = engines.over(hybrid)
     prepare, num_calls = engine._core._runner.prepare, 0
 
@@ -270,8 +225,10 @@ def test_memory_for_one_sequence_at_a_time_is_enough(
 ) -> None:
     """Prompts without a snapshot would begin again after each failure, for ever."""
     deployment = deployment_of(hybrid)
-    requests = [request(deployment, _prompt(50 + seed, seed), max_tokens=6) for seed in range(2)]
-    expected = _alone(engines, hybrid, requests)
+    requests = [
+        request(deployment, random_tokens(50 + seed, seed), max_tokens=6) for seed in range(2)
+    ]
+    expected = engines.alone(hybrid, requests)
     engine = engines.over(hybrid, max_num_batched_tokens=16)
     prepare = engine._core._runner.prepare
 
@@ -293,7 +250,7 @@ def test_an_aborted_request_gives_its_slots_back(
 ) -> None:
     """Slots of prompts, of decodes and of snapshots in a step."""
     deployment = deployment_of(hybrid)
-    asked = request(deployment, _prompt(40), max_tokens=200)
+    asked = request(deployment, random_tokens(40), max_tokens=200)
     engine = engines.over(hybrid)
 
     def abort(output: Output) -> None:
@@ -303,7 +260,7 @@ def test_an_aborted_request_gives_its_slots_back(
     ended = Event()
     engine.submit(asked, lambda output: (abort(output), output.finish_reason and ended.set()))
     assert ended.wait(30)
-    answer(engine, request(deployment, _prompt(20, 1), max_tokens=2))
+    answer(engine, request(deployment, random_tokens(20, 1), max_tokens=2))
     assert _states(engine).pool.num_used == 0
 
 
@@ -325,7 +282,6 @@ def _closed_gates(model: nn.Module, rng: random.Random) -> None:
     norms_with_zeros(model, rng)
 
 
-@pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("kind", [_saturated, _closed_gates, outlier_rows])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
@@ -365,9 +321,9 @@ def test_a_checkpoint_with_an_image_tower_is_served_for_text_past_its_length(
     assert checkpoint.report.bitwise
     deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 8.0})
     requests = [
-        request(deployment, _prompt(count, count), max_tokens=9, logprobs=2)
+        request(deployment, random_tokens(count, count), max_tokens=9, logprobs=2)
         for count in (50, 100, 200, 400)
     ]
     assert [each.tier_choice.tier.factor for each in requests] == [1.0, 2.0, 4.0, 8.0]
-    expected = _alone(engines, checkpoint, requests)
+    expected = engines.alone(checkpoint, requests)
     assert answer(engines.over(checkpoint), *requests) == expected
