@@ -4,8 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
@@ -25,7 +23,6 @@ def with_block(folder: Path, block: dict[str, object]) -> Checkpoint:
     return load_checkpoint(folder)
 
 
-@pytest.mark.costly
 def test_an_added_block_answers_as_the_model_without_it(
     engines: EngineFactory, embedded: Checkpoint, tmp_path: Path
 ) -> None:
@@ -47,7 +44,6 @@ def test_an_added_block_answers_as_the_model_without_it(
     assert [each.num_rescales for each in found[0]] == [0, 1, 0]
 
 
-@pytest.mark.costly
 def test_a_trained_block_is_static_until_a_policy_says_otherwise(
     engines: EngineFactory, embedded: Checkpoint, tmp_path: Path
 ) -> None:

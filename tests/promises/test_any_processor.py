@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", Way)
 def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
@@ -80,8 +78,6 @@ def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
         raise ModelError("as it was")
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("name", OLDER)
 def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     """Unless oneDNN, torch and numba obey their variables, `make test ISA=...` tests nothing."""
@@ -107,7 +103,6 @@ def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     assert isa[0].endswith(older.isa)
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_embedded_model_says_the_same_on_every_processor(
     engines: EngineFactory, dtype: torch.dtype

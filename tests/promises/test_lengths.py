@@ -37,7 +37,7 @@ CASES = st.builds(
 
 
 @pytest.mark.parametrize("kind", ["auto", "bfloat16"])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_tokens_depend_on_the_tokens_before_them_alone(
     engines: EngineFactory, llama_checkpoint: Checkpoint, kind: str, case: Case
@@ -52,7 +52,7 @@ def test_tokens_depend_on_the_tokens_before_them_alone(
         made = request(deployment, text[:length], None, salt, max_tokens=max_tokens, **options)
         return answer(engine, made)[0]
 
-    most = LONGEST - case.num_prompt + 1
+    most = min(LONGEST - case.num_prompt + 1, 80)
     few = min(case.few, most)
     for length, other in case.others:
         asked(length, other, 1)

@@ -19,7 +19,6 @@ SHARED = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("architecture", "change"),
     [
@@ -48,7 +47,6 @@ def test_chunks_and_decode_steps_answer_as_untouched(
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.costly
 def test_a_proportional_table_is_scaled_on_its_rotating_pairs(engines: EngineFactory) -> None:
     """At four times L, Gemma 4's full layers have YaRN's table, and the others their own."""
     untouched = tiny_model("gemma4_text")

@@ -93,21 +93,23 @@ def compare(
 METHODS = list(blocks(64, 8))
 
 
-@pytest.mark.sampled(drawn=2)
-@pytest.mark.parametrize("method", METHODS)
 def test_four_native_lengths_on_the_embedded_model(
-    embedded: Checkpoint, engines: EngineFactory, method: str
+    embedded: Checkpoint, engines: EngineFactory
 ) -> None:
     """A prompt under one table equals transformers under the static table of that factor."""
     untouched = AutoModelForCausalLM.from_pretrained(
         EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager"
     )
-    compare(engines, embedded, untouched, method)
+    compare(engines, embedded, untouched, "yarn")
 
 
-@pytest.mark.sampled(drawn=3, by="method")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "cohere"])
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        *(("llama", method) for method in METHODS),
+        *((architecture, "yarn") for architecture in ("qwen2", "gpt_neox", "cohere")),
+    ],
+)
 def test_four_native_lengths_on_random_models(
     engines: EngineFactory, architecture: str, method: str
 ) -> None:

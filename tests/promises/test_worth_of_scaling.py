@@ -7,8 +7,6 @@ import pytest
 
 from tests.servers.processes import run_here
 
-pytestmark = pytest.mark.costly(by="file")
-
 NATIVE = 256
 NONE, SCALED = "none", "yarn"
 Rows = dict[tuple[str, int], dict[str, str]]
@@ -30,14 +28,14 @@ def evaluated(folder: Path, *context_lens: int, **counts: int) -> Rows:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Perplexities up to 8 L."""
     folder = tmp_path_factory.mktemp("texts")
-    return evaluated(folder, NATIVE // 2, NATIVE, 4 * NATIVE, 8 * NATIVE, windows=5, queries=0)
+    return evaluated(folder, NATIVE // 2, NATIVE, 4 * NATIVE, 8 * NATIVE, windows=3, queries=0)
 
 
 @pytest.fixture(scope="module")
 def needles(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Needles found up to 4 L."""
     folder = tmp_path_factory.mktemp("needles")
-    return evaluated(folder, NATIVE // 2, NATIVE, 4 * NATIVE, windows=0, queries=20)
+    return evaluated(folder, NATIVE // 2, NATIVE, 4 * NATIVE, windows=0, queries=10)
 
 
 def test_long_contexts_collapse_without_scaling_and_live_with_it(texts: Rows) -> None:
