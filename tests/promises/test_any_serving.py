@@ -14,7 +14,7 @@ import torch
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
+from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.text.grammar import Grammar, GrammarCompiler
 from ropewalk.rope import POLICIES
