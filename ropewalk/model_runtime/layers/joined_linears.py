@@ -50,7 +50,7 @@ def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         (linear,) = linears
         return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     weight_NK, bias_N = merged_weight(linears)
-    parts = weight_NK.split([each.out_features for each in linears])
+    parts = torch.split(weight_NK, [each.out_features for each in linears])
     for linear, part_NK in zip(linears, parts, strict=True):
         linear.weight.data = part_NK
     return weight_NK, bias_N
