@@ -34,6 +34,7 @@ def interpreted_checkpoint(
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here; tests/gpu runs compiled ones")
     name, num_layers = getattr(request, "param", ("llama", 1))
-    made = tiny_checkpoint(name, num_hidden_layers=num_layers)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    made = tiny_checkpoint(name, num_hidden_layers=num_layers, **heads)
     use_triton(monkeypatch)
     return made

@@ -7,8 +7,9 @@ little of the step's numbers as a CUDA graph does. Kernels are interpreted.
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,6 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "checkpoint",
     [("llama", 1), pytest.param(("gemma2", 2), marks=pytest.mark.long)],
@@ -93,7 +93,6 @@ def test_replayed_steps_answer_as_others(
             assert torch.equal(one[:SPARE], other[:SPARE]), "padding touched a sequence's page"
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "checkpoint",
     [("llama", 1), pytest.param(("gemma2", 2), marks=pytest.mark.long)],
@@ -105,16 +104,17 @@ def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> Non
     record = Again()
     tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
     plain = runner_of(checkpoint, None, tiers)
-    recorded = runner_of(checkpoint, record, tiers, max_prompt_rows=32)
-    assert record.num_recorded == len(recorded_sizes(CONFIG.max_num_seqs, 32)) == 7
+    recorded = runner_of(checkpoint, record, tiers, max_prompt_rows=8)
+    assert record.num_recorded == len(recorded_sizes(CONFIG.max_num_seqs, 8)) == 5
     talk = Conversations((plain, recorded), [tiers[0], tiers[-1], tiers[0], tiers[-1]])
+    talk.step({0: 17})
+    assert record.num_replayed == 0, "the prompt is longer than a recorded step"
     steps = [
-        ({0: 17}, {}),
-        ({0: 1, 1: 25, 2: 1}, {}),
-        ({1: 9, 0: 1, 3: 18}, {1: 5, 3: 0}),
+        ({0: 1, 1: 5, 2: 1}, {}),
+        ({1: 4, 0: 1, 3: 3}, {1: 3, 3: 0}),
         ({3: 2}, {3: 0}),
         ({3: 1, 2: 1}, {}),
-        ({0: 32}, {0: 6}),
+        ({0: 8}, {0: 6}),
         ({0: 1, 1: 1, 2: 1}, {}),
     ]
     for step, num_logits in steps:
@@ -129,18 +129,21 @@ def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> Non
             torch.testing.assert_close(one[:SPARE], other[:SPARE], atol=3e-5, rtol=1e-5)
 
 
-@pytest.mark.costly
-def test_larger_prompts_are_not_replayed(checkpoint: Checkpoint) -> None:
-    """The bounds are tokens, rows of logits, and keys that the rows of prompts read."""
-    record = Again()
-    (profile, *_) = profiles = profiles_of(deployment_of(checkpoint))
-    runner = runner_of(checkpoint, None, profiles)
-    capture(runner, record, max_prompt_rows=16, most_prompt_keys=10 + 5 * 100 + 15)
-    table_id = runner.table_id(profile)
-    four, last = Span([5] * 4, 0, [0], table_id, range(3, 4)), range(4, 5)
-    behind = Span([5] * 5, 100, range(1, 8), table_id, last)
-    decode = Span([5], 200, range(20, 33), table_id, range(1))
-    for spans, is_replayed in (
+def test_larger_prompts_and_other_steps_are_not_replayed(llama_checkpoint: Checkpoint) -> None:
+    """The bounds are tokens, rows of logits, sequences, and keys that the rows of prompts read."""
+    tables = RopeTables(llama_checkpoint.native, 16, 256, torch.device("cpu"))
+
+    def never(*_: object) -> Any:
+        raise AssertionError("nothing runs")
+
+    limits = CaptureLimits(256, 6, 9)
+    of_decodes = DecodeGraphs(never, tables, never, limits, page_size=16)
+    more = replace(limits, max_prompt_rows=16, most_prompt_keys=10 + 5 * 100 + 15)
+    of_prompts = DecodeGraphs(never, tables, never, more, page_size=16)
+    four, last = Span([5] * 4, 0, [0], 0, range(3, 4)), range(4, 5)
+    behind = Span([5] * 5, 100, range(1, 8), 0, last)
+    decode = Span([5], 200, range(20, 33), 0, range(1))
+    for spans, is_taken in (
         ([four, behind, decode], True),
         ([four._replace(logit_rows=range(4)), behind, decode], True),  # as many as sequences
         ([four._replace(logit_rows=range(4)), behind._replace(logit_rows=range(2, 5))], False),
@@ -148,10 +151,10 @@ def test_larger_prompts_are_not_replayed(checkpoint: Checkpoint) -> None:
         ([four._replace(token_ids=[5] * 16), decode], False),
         ([decode._replace(logit_rows=range(0)), decode], True),  # a chunk of one token
     ):
-        before = record.num_replayed
-        num_logits = sum(len(span.logit_rows) for span in spans)
-        assert len(runner.run(spans)) == num_logits
-        assert record.num_replayed - before == is_replayed, spans
+        assert of_prompts.takes(spans) == is_taken, spans
+        assert not of_decodes.takes(spans)
+    assert of_decodes.takes([decode] * 6)
+    assert not of_decodes.takes([decode] * 7)
 
 
 def pages_of(runner: ModelRunner) -> KVCache:
@@ -159,16 +162,13 @@ def pages_of(runner: ModelRunner) -> KVCache:
     return runner._store
 
 
-@pytest.mark.costly
 def test_rows_that_were_not_sent_are_sent_again(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that runs out of memory between the page table's two copies is retried."""
     (profile, *_) = profiles_of(deployment_of(checkpoint))
-    plain, recorded = (
-        runner_of(checkpoint, None, [profile]),
-        runner_of(checkpoint, Again(), [profile]),
-    )
+    plain, recorded = (runner_of(checkpoint, None, [profile]) for _ in range(2))
+    capture(recorded, Again(), max_rows=1)
     pages = np.array([3], dtype=np.int32)
     one = Span([5], 0, pages, 0, range(1))
 
@@ -184,7 +184,6 @@ def test_rows_that_were_not_sent_are_sent_again(
     assert pages_of(recorded).pages(0)[0][3].any(), "the key is on another page"
 
 
-@pytest.mark.costly
 def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     """All tables move when one is added, so old recordings would read the old tables."""
     record = Again()
@@ -279,14 +278,13 @@ def test_one_of_several_ranks_does_not_serve_on_after_a_capture_without_memory(
         capture(one, full)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError()])
 def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: RuntimeError) -> None:
     """An error of a step's own numbers, or a shortage in a capture, rises, and the next replays."""
     record = Again()
     (profile, *_) = profiles_of(deployment_of(checkpoint))
-    runner = runner_of(checkpoint, record, [profile])
+    runner = runner_of(checkpoint, None, [profile])
+    capture(runner, record, max_rows=1)
     one = Span([1], 0, [0], runner.table_id(profile), range(1))
     assert runner._graphs is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -303,24 +301,6 @@ def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: Ru
             runner.run([one])
     assert runner.run([one]).isfinite().all()
     assert record.num_replayed == 1
-
-
-@pytest.mark.costly
-def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
-    """Prompts beside decodes, decodes without logits, and too many sequences are not replayed."""
-    record = Again()
-    profiles = profiles_of(deployment_of(checkpoint))
-    runner = runner_of(checkpoint, record, profiles)
-    table_id = runner.table_id(profiles[0])
-    one = Span([1], 0, [0], table_id, range(1))
-    for spans in (
-        [one, Span([2, 3], 0, [1], table_id, range(1, 2))],
-        [one, one._replace(logit_rows=range(0))],
-        [one._replace(pages=[page]) for page in range(CONFIG.max_num_seqs + 1)],
-    ):
-        num_rows = sum(len(span.logit_rows) for span in spans)
-        assert len(runner.run(spans)) == num_rows
-    assert record.num_replayed == 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 8, 32, 64, 200, 1000])

@@ -149,7 +149,6 @@ def test_an_engine_of_recorded_steps_answers_as_without_drafts(
     assert results[0] == results[1]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_seqs", "most", "num_tokens", "num_rows"),
     [

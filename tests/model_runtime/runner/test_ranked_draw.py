@@ -30,7 +30,6 @@ from ropewalk.model_runtime.runner.sampler import (
     unpacked,
 )
 from tests.oracles.ranked_draws import batches, drawn_exactly, scaled
-from tests.sampling import few
 
 
 def drawn_by_whole_sort(
@@ -56,7 +55,7 @@ def drawn_by_whole_sort(
     return tokens
 
 
-@settings(max_examples=few(300, 60), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.integers(0, 5))
 @example((torch.zeros(1, 10), [SamplingParams(top_p=0.3)]), 0)
 def test_the_host_draws_as_a_whole_sort(
@@ -87,7 +86,7 @@ def test_the_host_draws_as_a_whole_sort_from_many_tokens(vocabulary: int) -> Non
         assert got == drawn_by_whole_sort(scaled_RV, params, uniforms)
 
 
-@settings(max_examples=few(300, 60), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.integers(0, 5))
 def test_a_device_decides_exactly(batch: tuple[Tensor, list[SamplingParams]], step: int) -> None:
     """Its draws are those of exact arithmetic, and of the host, unless a comparison is near."""
@@ -107,7 +106,7 @@ def test_a_device_decides_exactly(batch: tuple[Tensor, list[SamplingParams]], st
     assert alone == got
 
 
-@settings(max_examples=few(100, 40), deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batches())
 def test_one_transfer_answers_beside_other_rows(
     batch: tuple[Tensor, list[SamplingParams]],

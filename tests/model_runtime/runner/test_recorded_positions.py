@@ -98,7 +98,6 @@ def recorded_steps(runner: ModelRunner) -> set[bool]:
     return {cut.has_methods for each in every for cut in each.batch.work_lists}
 
 
-@pytest.mark.costly
 def test_sinks_serve_a_context_longer_than_the_cache(
     checkpoint: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,28 +61,22 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores[0].softmax(-1)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(drawn=3)
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"temperature": 0.5},
         {"top_k": 5},
-        {"top_k": 100},
         {"top_p": 0.6},
-        {"top_p": 0.05},
-        {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
         {"min_p": 0.2},
         {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
     ],
 )
 def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
-    """A chi-square test over 20,000 draws bounds the error; no draw leaves the support."""
+    """A chi-square test over 8,000 draws bounds the error; no draw leaves the support."""
     logits = torch.randn(VOCABULARY) * 2
     params = SamplingParams(**options)
     expected = reference(logits, params)
-    num_draws, block = 20_000, 2000
+    num_draws, block = 8000, 2000
     counts = torch.zeros(VOCABULARY)
     for start in range(0, num_draws, block):
         rows = [row_of(params, step) for step in range(start, start + block)]

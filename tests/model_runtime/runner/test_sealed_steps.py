@@ -25,10 +25,11 @@ from tests.doubles.engines import groups_of, tiny_checkpoint
 from tests.doubles.random_workloads import check, serve, workload
 from tests.doubles.recorded_runners import Again
 from tests.oracles.draft_adversary import Counted, tell, use_adversary
-from tests.oracles.sealed_reference import BITS, SMALL_GROUPS, ReferenceModel
+from tests.oracles.sealed_reference import SMALL_GROUPS, ReferenceModel
 from tests.oracles.triton_attention import use_triton
 
 PAGE = 32
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
 FEW = {"page_size": PAGE, "kv_cache_tokens": 9 * PAGE, "max_num_batched_tokens": 70}
 
 
@@ -39,10 +40,8 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("kind", BITS)
 def test_open_pages_are_right_one_step_ahead_of_the_host(
-    llama_checkpoint: Checkpoint, kind: str, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end, are aborted and preempted while a later step of theirs is launched.
 
@@ -50,8 +49,8 @@ def test_open_pages_are_right_one_step_ahead_of_the_host(
     """
     adversary, counted, num_followed = use_adversary(monkeypatch), Counted(), 0
     monkeypatch.setattr(adversary, "share_silent", 0.7)
-    limits = {**FEW, "kv_cache_dtype": kind}
-    for seed in range(6):
+    limits = {**FEW, "kv_cache_dtype": "k8v4"}
+    for seed in range(4):
         work = workload(llama_checkpoint, seed)
         expected, _ = serve(llama_checkpoint, work, is_ahead=False, **limits)
         results = expected.results()
@@ -62,7 +61,7 @@ def test_open_pages_are_right_one_step_ahead_of_the_host(
         )
         num_followed += device_of(core).num_followed
         check(answers, expected)
-    assert num_followed > 40, "the engine was hardly ever ahead"
+    assert num_followed > 30, "the engine was hardly ever ahead"
     assert 20 < counted.num_accepted < counted.num_drafted
 
 
@@ -109,33 +108,27 @@ class Talk:
         return self.runner.run(spans).clone()
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("kind", BITS)
-def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_seal_and_read_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks over pages, then decodes that fill a page, begin the next one, and are padded.
 
-    A CPU's own kernels are beside them, under a table, another and a position method.
+    A CPU's own kernels are beside them, under a table and a position method.
     """
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")
-    made = tiny_checkpoint("llama", num_hidden_layers=1)
+    made = tiny_checkpoint("llama", num_hidden_layers=1, **HEADS)
     monkeypatch.setattr(work_list, "_LEAST_TILES", 1)  # contexts of several pieces
-    profiles = [
-        Profile(Unscaled()), Profile(Linear(factor=4.0)), Profile(Unscaled(), None, ReRope(24)),
-    ]  # fmt: skip
-    talks = [Talk(runner_over(made, kind, profiles), profiles)]
+    profiles = [Profile(Linear(factor=4.0)), Profile(Unscaled(), None, ReRope(24))]
+    talks = [Talk(runner_over(made, "k8v4", profiles), profiles)]
     assert talks[0].runner._backend is SealedCpuAttention
     use_triton(monkeypatch)
-    talks += [Talk(runner_over(made, kind, profiles), profiles) for _ in range(2)]
+    talks += [Talk(runner_over(made, "k8v4", profiles), profiles) for _ in range(2)]
     record = Again()
-    talks[2].runner.capture_graphs(CaptureLimits(4 * PAGE, 4, 16), record)
-    decodes = [{0: 1, 1: 1, 2: 1}, {2: 1, 1: 1}, {0: 1, 2: 1, 1: 1}, {2: 1}]
-    steps = [{0: 20, 1: 31, 2: 4}, {0: 20}, *decodes]
+    talks[2].runner.capture_graphs(CaptureLimits(4 * PAGE, 3, 16), record)
+    steps = [{0: 20, 1: 31}, {0: 20}, {0: 1, 1: 1}, {1: 1}, {1: 1, 0: 1}]
     for step in steps:
         on_cpu, queued, recorded = (talk.step(step) for talk in talks)
         torch.testing.assert_close(queued, on_cpu, atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(recorded, queued, atol=1e-5, rtol=1e-5)
-    assert record.num_replayed == 4
+    assert record.num_replayed == 3
     full = [0, 4]
     exact, *others = (talk.runner.store.page_memory()[0][full] for talk in talks)
     for each in others:
@@ -145,11 +138,8 @@ def test_recorded_steps_seal_and_read_as_others(kind: str, monkeypatch: pytest.M
     assert (stores[0] == stores[1]).all(), "padding touched a sequence's page"
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize(
-    ("name", "is_held"), [("llama", False), ("gemma2", False), ("gemma2", True)]
+    ("name", "kind", "is_held"), [("llama", "int4", False), ("gemma2", "k8v4", True)]
 )
 def test_logits_equal_transformers_over_sealed_pages(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
@@ -160,16 +150,20 @@ def test_logits_equal_transformers_over_sealed_pages(
     """
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")
     num_layers = 1 if name == "llama" else 2  # one has a window
-    sizes: dict[str, Any] = {"num_hidden_layers": num_layers, "max_position_embeddings": 256}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 256,
+        **HEADS,
+    }
     expected = ReferenceModel(tiny_model(name, **sizes), kind, PAGE).logprobs(
-        [at * 7 % VOCAB_SIZE for at in range(75)]
+        [at * 7 % VOCAB_SIZE for at in range(45)]
     )
     made = tiny_checkpoint(name, **sizes)
     use_triton(monkeypatch)
     profiles = [Profile(Unscaled())]
     groups = groups_of(made) if is_held else None
     talk = Talk(runner_over(made, kind, profiles, groups), profiles)
-    got = torch.cat([talk.step({0: num}) for num in (20, 50, 1, 4)])
+    got = torch.cat([talk.step({0: num}) for num in (20, 20, 1, 4)])
     errors = (torch.log_softmax(got.double(), -1) - expected).abs().amax(-1)
     # A number half-way between two codes may round to the other one in float32.
     assert float(errors.median()) < 1e-3

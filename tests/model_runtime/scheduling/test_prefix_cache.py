@@ -184,7 +184,7 @@ def serve_all(engine: Engine, requests: list[Request], cancelled: set[int]) -> l
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "seed"), [pytest.param(300, 1, marks=pytest.mark.long), (60, 2)]
+    ("num_requests", "seed"), [pytest.param(300, 1, marks=pytest.mark.long), (40, 2)]
 )
 def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
     engines: EngineFactory, llama_checkpoint: Checkpoint, num_requests: int, seed: int
