@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan, LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
@@ -228,11 +229,9 @@ def _compile_sealed() -> None:
         laid = Laid(case, torch.device("cpu"))
         Kernel.__getitem__ = _only_compiled(f"{name}, {kind}", laid.read)
         (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
-        store = SealedCache(
-            {0: LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)}, 2,
-            case.page_size, case.dtype, form=FORMATS[kind], num_open=3,
-            device_backend=SealedTritonAttention,
-        )  # fmt: skip
+        plan = LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)
+        layout = CacheLayout({0: plan}, case.dtype, case.page_size, kind)
+        store = SealedCache(layout, 2, num_open=3, device_backend=SealedTritonAttention)
         places = laid.batch.places_S
         spans = [
             Span([0] * each.num_tokens, each.first_position, [0] * 99, each.table_id, range(0))

@@ -80,7 +80,7 @@ TARGETS = {
         (
             "model_runtime/page_groups.py",
             "model_runtime/attention/step_ranges.py",
-            "server/startup/planning/held_windows.py",
+            "model_runtime/attention/cache_layout.py",
         ),
         (
             f"{_SCHEDULING}/test_windows.py",

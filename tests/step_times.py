@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
@@ -79,7 +80,7 @@ def main() -> None:
     )
     flat = FlatForward(model, trace.traced(model, plans), plans)
     cpu = torch.device("cpu")
-    store = KVCache(plans, MAX_LEN // PAGE, PAGE, torch.float32, cpu, row_keys=True)
+    store = KVCache(CacheLayout(plans, torch.float32, PAGE), MAX_LEN // PAGE, cpu, row_keys=True)
     tables = RopeTables(native, PAGE, MAX_LEN, cpu)
     table_id = tables.id_of(Profile(Unscaled()))
     runner = ModelRunner(model, plans, store, tables, PAGE, backend=TritonAttention)

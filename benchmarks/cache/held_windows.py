@@ -19,7 +19,7 @@ from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups, group_layers
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups, group_layers
 from ropewalk.model_runtime.request import Output, Request, SamplingParams
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.corpus.held_out import library_documents
@@ -49,7 +49,7 @@ def answered(
         engine.stop()
 
 
-def smallest(config: EngineConfig, groups: PageGroups | None) -> EngineConfig:
+def smallest(config: EngineConfig, groups: PageGroups) -> EngineConfig:
     """Return the config with the least cache that admits a context of max_model_len."""
     config = replace(config, page_groups=groups)
     num_pages = config.num_held_pages(config.max_model_len)
@@ -71,7 +71,7 @@ def main(model: Path, formats: str, context: int, num_new: int, step: int) -> No
     if len(token_ids) < context - num_new:
         raise click.BadParameter(f"--context: the text has {len(token_ids)} tokens, got {context}")
     groups, reason = group_layers(checkpoint.windows, checkpoint.plans, context)
-    if groups is None:
+    if not groups.has_windows:
         raise click.ClickException(reason or "no layer of the model has a window below --context")
     click.echo("\n| format | layers keep | cache | seconds | the same answer |")
     click.echo("|---|---|---:|---:|---|")
@@ -81,7 +81,7 @@ def main(model: Path, formats: str, context: int, num_new: int, step: int) -> No
             max_num_seqs=1, max_num_batched_tokens=step,
         )  # fmt: skip
         before = None
-        for name, each in (("all tokens", None), ("their window", groups)):
+        for name, each in (("all tokens", ONE_GROUP), ("their window", groups)):
             prompt = token_ids[: context - num_new]
             outputs, size, seconds = answered(checkpoint, prompt, smallest(config, each), num_new)
             answer = [(output.token_ids, output.logprobs) for output in outputs]

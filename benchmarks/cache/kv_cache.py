@@ -28,7 +28,6 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
     EXACT,
     FORMATS,
     ROUNDED,
-    token_bytes,
 )
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
@@ -111,7 +110,7 @@ def quality(
         loss = -float(logprobs_RV.gather(1, next_R[:, None]).mean())
         kl = float((exact_RV.exp() * (exact_RV - logprobs_RV)).sum(-1).mean())
         same = float((exact_RV.argmax(-1) == logprobs_RV.argmax(-1)).double().mean())
-        size = token_bytes(checkpoint.plans, checkpoint.dtype, kind, _PAGE)
+        size = checkpoint.cache_layout(_PAGE, kind).token_bytes
         change = np.exp(loss - exact_loss) - 1
         click.echo(f"| {kind} | {size} | {kl:.5f} | {change:+.2%} | {same:.1%} |")
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -202,7 +203,8 @@ def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], o
     native = native_rope({"max_position_embeddings": num_keys, "head_dim": _DIM})
     tables = RopeTables(native, _PAGE, num_keys, cpu)
     slot = tables.id_of(Profile(Unscaled()))
-    store = new_store({0: KVShape(_KEY_HEADS, _DIM, _DIM)}, num_pages, _PAGE, dtype, cpu)
+    layout = CacheLayout({0: KVShape(_KEY_HEADS, _DIM, _DIM)}, dtype, _PAGE)
+    store = new_store(layout, num_pages, cpu)
     keys_NKDO, values_NKOV = store.pages(0)
     keys_NKDO.normal_()
     values_NKOV.normal_()

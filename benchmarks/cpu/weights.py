@@ -19,7 +19,6 @@ import torch
 from benchmarks.cpu.kernels import READ_BYTES, sum_of
 from benchmarks.models.few_bits import load_made
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
 from ropewalk.model_runtime.engine.build_engine import build_runner
@@ -90,7 +89,7 @@ def load(model: Path, way: str) -> Loaded:
     else:
         floats = checkpoint.model.parameters()
         num_bytes = read + sum(each.nbytes for each in floats if each.device.type == "cpu")
-    context = _CONTEXT * bytes_per_token(checkpoint.plans, checkpoint.dtype)
+    context = _CONTEXT * checkpoint.cache_layout(_PAGE, "auto").token_bytes
     return Loaded(runner, table_id, num_bytes, read + context)
 
 

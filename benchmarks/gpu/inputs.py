@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 
 from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -107,7 +108,8 @@ class Cache:
         most = max(self._num_copies(each) * _num_pages(each) for each in (*alone, *sizes.mixed))
         prompts = (first + num_tokens for first, num_tokens in sizes.prompts)
         self.num_pages = max(most, -(-max(prompts) // PAGE_SIZE))
-        store = KVCache({0: self}, self.num_pages, PAGE_SIZE, sizes.dtype, device, row_keys=True)
+        layout = CacheLayout({0: self}, sizes.dtype, PAGE_SIZE)
+        store = KVCache(layout, self.num_pages, device, row_keys=True)
         self.keys_NKDO, self.values_NKOV = store.pages(0)
         self.keys_NKDO.normal_()
         self.values_NKOV.normal_()

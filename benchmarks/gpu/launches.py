@@ -21,6 +21,7 @@ from benchmarks.gpu.model_inputs import PAGE_SIZE
 from benchmarks.gpu.report import Column, Row, table
 from benchmarks.models.llama import Shape, llama_config
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -115,7 +116,8 @@ def launches(num_layers: int, replace: Replace) -> Mapping[str, int]:
     plans = patch_model(model, native)
     replace(model, plans)
     cpu = torch.device("cpu")
-    store = KVCache(plans, _MAX_LEN // PAGE_SIZE, PAGE_SIZE, torch.bfloat16, cpu, row_keys=True)
+    layout = CacheLayout(plans, torch.bfloat16, PAGE_SIZE)
+    store = KVCache(layout, _MAX_LEN // PAGE_SIZE, cpu, row_keys=True)
     tables = RopeTables(native, PAGE_SIZE, _MAX_LEN, cpu)
     table_id = tables.id_of(Profile(native.tables[native.scaled_layer_type].scaling))
     pages = range(_MAX_LEN // PAGE_SIZE)

@@ -36,7 +36,6 @@ from benchmarks.gpu.needs import lacks_to_serve
 from benchmarks.gpu.server import ServerError, serve_and_load
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
@@ -494,7 +493,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     profiles = [tier.profile for tier in bench.deployment.own_tiers]
     meter = CudaMeter(bench.device)
     told = profile_memory(bench.checkpoint, config, profiles, _SHARE, meter)
-    cache_bytes = sizes.cache_tokens * bytes_per_token(bench.checkpoint.plans, sizes.dtype)
+    cache_bytes = sizes.cache_tokens * bench.checkpoint.cache_layout(1, "auto").token_bytes
     meter.reset()
     with ExitStack() as stack:
         engine = bench.engine(stack, max(sizes.batches))

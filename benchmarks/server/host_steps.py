@@ -32,6 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.config import EngineConfig
@@ -100,7 +101,8 @@ def _decoding(num_seqs: int, observed: Callable[[EngineConfig], Observer]) -> En
     tables = RopeTables(native, _PAGE, max_len, torch.device("cpu"))
     tables.id_of(deployment.own_tiers[0].profile)
     # No layer writes to it.
-    store = KVCache({}, config.num_pages, _PAGE, torch.float32, torch.device("cpu"), row_keys=False)
+    layout = CacheLayout({}, torch.float32, _PAGE)
+    store = KVCache(layout, config.num_pages, torch.device("cpu"), row_keys=False)
     tokenizer, newest = _tokenizer(), deque[Output](maxlen=1)
     model = _ReadyLogits(max(num_seqs, 64), tokenizer)
     runner = ModelRunner(model, {}, store, tables, _PAGE)

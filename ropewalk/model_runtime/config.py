@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ropewalk.model_runtime.attention.sealed.page_format import seals
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 
 DEFAULT_DRAFT_TOKENS = 15
 PAGE_UNIT = 32  # positions of a page in few bits are a multiple: two registers of a processor
@@ -61,7 +61,7 @@ class EngineConfig:
     # Address of a store of such pages, in place of a folder; it may hold a password.
     kv_store: str | None = field(default=None, repr=False)
     kv_offload_gib: float | None = None  # of a GPU's host, for such pages before any other place
-    page_groups: PageGroups | None = None  # None: a page holds all layers, and no window is held
+    page_groups: PageGroups = ONE_GROUP  # of layers, with a page each for the same positions
 
     @property
     def num_pages(self) -> int:
@@ -70,8 +70,7 @@ class EngineConfig:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of groups of layers; each has a page of the same positions."""
-        return 1 if self.page_groups is None else self.page_groups.num_groups
+        return self.page_groups.num_groups
 
     @property
     def capacity(self) -> int:
@@ -81,15 +80,11 @@ class EngineConfig:
     @property
     def longest_context(self) -> int:
         """Return the positions of the longest sequence that the cache holds alone."""
-        if self.page_groups is None:
-            return self.capacity
         return self.page_groups.longest(self.num_pages, self.page_size, self.max_num_batched_tokens)
 
     @property
     def room_beside_windows(self) -> int:
         """Return the positions that layers without a window may hold of one sequence."""
-        if self.page_groups is None:
-            return self.capacity
         return self.page_groups.room(self.num_pages, self.page_size, self.max_num_batched_tokens)
 
     def num_held_pages(self, num_positions: int, most: int | None = None) -> int:
@@ -99,8 +94,6 @@ class EngineConfig:
         """
         num_pages = -(-num_positions // self.page_size)
         whole = num_pages if most is None else min(num_pages, most)
-        if self.page_groups is None:
-            return whole
         step = self.page_size, self.max_num_batched_tokens
         return self.page_groups.num_held(num_pages, *step, num_whole=whole)
 
@@ -138,8 +131,8 @@ def with_slots(
     affordable_bytes: int | None = None,
     kv_cache_tokens: int | None = None,
     kv_cache_gib: float | None = None,
-) -> tuple[EngineConfig, int]:
-    """Return `config` with slots of `slot_bytes` for states, and the bytes of all slots.
+) -> EngineConfig:
+    """Return `config` with slots of `slot_bytes` for states, if there are any.
 
     There are two for each sequence of a step, so that snapshots have as many as sequences, and one
     for drafts. They take at most half of `kv_cache_gib`, or of `affordable_bytes`, but for one. If
@@ -147,11 +140,10 @@ def with_slots(
     alone.
     """
     if not slot_bytes:
-        return config, 0
+        return config
     most_bytes = affordable_bytes if kv_cache_gib is None else int(kv_cache_gib * 2**30)
     num_slots = 2 * config.max_num_seqs + (config.max_draft_tokens != 0)
     if kv_cache_tokens is None and most_bytes is not None:
         num_slots = min(num_slots, max(1, most_bytes // 2 // slot_bytes))
     most = min(config.max_num_seqs, num_slots)
-    slotted = replace(config, num_state_slots=num_slots, max_num_seqs=most)
-    return slotted, num_slots * slot_bytes
+    return replace(config, num_state_slots=num_slots, max_num_seqs=most)

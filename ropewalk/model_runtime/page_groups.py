@@ -48,21 +48,9 @@ class PageGroups:
         return len(self.layers)
 
     @property
-    def num_places(self) -> int:
-        """Return the number of layers that a page has places for."""
-        return max(map(len, self.layers))
-
-    @property
-    def num_layers(self) -> int:
-        return sum(map(len, self.layers))
-
-    def padded(self, num_bytes: int) -> int:
-        """Return the bytes of all layers with those of places without a layer."""
-        return -(-num_bytes * self.num_places * self.num_groups // self.num_layers)
-
-    def beyond(self, num_bytes: int) -> int:
-        """Return the bytes that a token takes beyond all windows, of those of all groups."""
-        return num_bytes // self.num_groups * self.windows.count(None)
+    def has_windows(self) -> bool:
+        """Return whether a group gives pages back."""
+        return any(self.windows)
 
     def text(self) -> str:
         """Describe which layers keep how many tokens."""
@@ -71,15 +59,7 @@ class PageGroups:
             if window is not None:
                 by_window[window] = by_window.get(window, 0) + len(layers)
         kept = " and ".join(f"{count} keep {window} tokens" for window, count in by_window.items())
-        return f"of {self.num_layers} layers {kept}"
-
-    def places(self) -> dict[int, tuple[int, int]]:
-        """Return the group of each layer, and its place in the group's pages."""
-        return {
-            layer: (group, place)
-            for group, layers in enumerate(self.layers)
-            for place, layer in enumerate(layers)
-        }
+        return f"of {sum(map(len, self.layers))} layers {kept}"
 
     def window_pages(self, page_size: int, max_chunk: int) -> int:
         """Return the most pages that all groups with a window hold of a sequence."""
@@ -124,6 +104,9 @@ class PageGroups:
         return num_left // num_whole * page_size if num_whole else ENDLESS
 
 
+ONE_GROUP = PageGroups(((),), (None,))  # of all layers, whatever they are; it keeps every page
+
+
 def pages_of_window(window: int, page_size: int, max_chunk: int) -> int:
     """Return the most pages that a group with a window holds of a sequence.
 
@@ -148,24 +131,24 @@ def refuse_releases(profiles: Iterable[Profile], layer_types: Iterable[str | Non
 
 def group_layers(
     windows: Mapping[int, int | None], shapes: Mapping[int, LayerShape], max_len: int
-) -> tuple[PageGroups | None, str | None]:
-    """Return the groups of a model's layers, or why it has none; None, None: it needs none.
+) -> tuple[PageGroups, str | None]:
+    """Return the groups of a model's layers, and why its windows are not held, if they are not.
 
     `windows`, `shapes`: of each layer with a cache. A window of `max_len` or more counts as none.
     """
     seen = {layer: None if not each or each >= max_len else each for layer, each in windows.items()}
     if not any(seen.values()):
-        return None, None
+        return ONE_GROUP, None
     alike = {(each.num_key_heads, each.key_dim, each.value_dim) for each in shapes.values()}
     if len(alike) > 1:
-        return None, "its layers differ in heads or dimensions"
+        return ONE_GROUP, "its layers differ in heads or dimensions"
     kinds: dict[int | None, list[int]] = {}
     for layer in sorted(seen):
         kinds.setdefault(seen[layer], []).append(layer)
     kinds = dict(sorted(kinds.items(), key=lambda each: each[0] or 0))
     size, num_groups = _group_size([len(each) for each in kinds.values()])
     if num_groups > MOST_GROUPS:
-        return None, (
+        return ONE_GROUP, (
             f"groups of layers alike would be {num_groups}, and at most {MOST_GROUPS} are served"
         )
     groups, windows_of = [], []

@@ -3,7 +3,6 @@
 Some layers mix tokens by a state of each sequence, in place of keys and values.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,11 +24,6 @@ class StateShape:
         """Return the memory of one slot."""
         numbers = self.num_kept * self.num_channels
         return (numbers + self.num_heads * self.key_dim * self.value_dim) * _STATE_ITEM_SIZE
-
-
-def bytes_per_state(layers: Mapping[int, StateShape]) -> int:
-    """Return the bytes of one sequence's slot over all layers; 0 for models without states."""
-    return sum(each.num_bytes for each in layers.values())
 
 
 class StatePart(NamedTuple):

@@ -150,7 +150,7 @@ def groups_of(checkpoint: Checkpoint) -> PageGroups:
     """The groups of a model's layers, as a plan of 256 tokens has them."""
     groups, reason = group_layers(checkpoint.windows, checkpoint.plans, 256)
     assert reason is None
-    assert groups is not None
+    assert groups.has_windows
     return groups
 
 

@@ -31,9 +31,8 @@ def test_launches_compute_what_modules_compute(dtype: str) -> None:
     flat = model.forward
     assert type(flat) is FlatForward
     num_pages = CONFIG.kv_cache_tokens // CONFIG.page_size
-    store = KVCache(
-        loaded.plans, num_pages, CONFIG.page_size, loaded.dtype, loaded.device, row_keys=True
-    )
+    layout = loaded.cache_layout(CONFIG.page_size, "auto")
+    store = KVCache(layout, num_pages, loaded.device, row_keys=True)
     tables = RopeTables(loaded.native, CONFIG.page_size, CONFIG.max_model_len, loaded.device)
     for profile in PROFILES:
         tables.id_of(profile)

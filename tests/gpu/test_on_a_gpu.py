@@ -221,7 +221,7 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     # The memory of the step is given back; the part that libraries keep is less than half.
     assert meter.read().allocated < plan.memory.weight_bytes + plan.memory.step_bytes // 2
     # The share is what bounds this cache, not the contexts: so it is full.
-    assert 2**29 < plan.cache_bytes < 512 * 2048 * plan.token_bytes
+    assert 2**29 < plan.cache_bytes < 512 * 2048 * plan.layout.token_bytes
     meter.reset()
     config = {each.name: getattr(plan.config, each.name) for each in fields(plan.config)}
     engine = engines.over(on_gpu, **config)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
@@ -71,10 +71,10 @@ def test_sealed_pages_are_served_as_on_a_cpu(
         answer(engine, *asked(on_gpu)), answer(engine_of(engines, on_cpu, kind), *asked(on_cpu)),
         MOST[kind] if dtype == "float32" else 0.1,
     )  # fmt: skip
-    form = on_gpu.plans, on_gpu.dtype, kind, 64
+    layout = on_gpu.cache_layout(64, kind)
     num_spare = 0 if enforce_eager else 1
-    counted = (TOKENS + 64 * num_spare) * token_bytes(*form)
-    counted += (8 + num_spare) * open_bytes(*form)
+    counted = (TOKENS + 64 * num_spare) * layout.token_bytes
+    counted += (8 + num_spare) * layout.open_bytes
     assert engine._core._runner.store.num_bytes == counted
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
@@ -82,9 +83,8 @@ class Laid:
             at += pages
         self.batch = build_batch(spans, case.page_size, self.device)
         shape = _Shape(num_key_heads, dim, value_dim)
-        store = KVCache(
-            {0: shape}, len(ids), case.page_size, case.dtype, self.device, row_keys=case.row_keys
-        )
+        layout = CacheLayout({0: shape}, case.dtype, case.page_size)
+        store = KVCache(layout, len(ids), self.device, row_keys=case.row_keys)
         keys_NKDO, values_NKOV = store.pages(0)
         keys_NKDO.fill_(torch.nan)
         values_NKOV.fill_(torch.nan)

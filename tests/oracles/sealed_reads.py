@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
@@ -45,16 +47,14 @@ class Laid(PlacedReads):
     ) -> None:
         super().__init__(method, page=PAGE, **options)
         self.kind = kind
-        self.store = SealedCache(
-            {0: Shape()},
-            len(self.keys),
-            PAGE,
-            self.dtype,
-            form=FORMS[kind],
-            num_open=len(self.spans),
-            device=self.device,
-            device_backend=device_backend,
-        )
+        with patch.dict(FORMATS, FORMS):
+            self.store = SealedCache(
+                CacheLayout({0: Shape()}, self.dtype, PAGE, kind),
+                len(self.keys),
+                num_open=len(self.spans),
+                device=self.device,
+                device_backend=device_backend,
+            )
         for tensor in self.store.pages(0):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN where nothing was written
         self.spans = [span._replace(open_page=at) for at, span in enumerate(self.spans)]

@@ -20,14 +20,14 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
-from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.server.disk_metrics import DiskMetrics
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
+from ropewalk.server.startup.planning.serving_plan import plan_serving
+from tests.doubles.planned import model_facts
 from tests.servers.processes import Server, run_here, running_server, without_replicas
 from tests.servers.progress import say
 
@@ -199,14 +199,12 @@ def test_a_folder_that_others_can_read_is_refused_before_anything_is_imported(
 def test_a_gpu_and_layers_with_states_are_refused(embedded: Any, tmp_path: Path) -> None:
     """The plan knows both before weights are read."""
     settings = load_settings({"kv_disk": str(tmp_path), "kv_disk_gib": "1"})
-    on_gpu = ModelFacts(embedded.native, 1024, 2**26)
+    facts = model_facts(settings, embedded.native)
     with pytest.raises(SettingsError, match="kv_disk needs the model on a CPU"):
-        plan_serving(settings, on_gpu)
+        plan_serving(settings, replace(facts, gpu_bytes=2**30))
     with pytest.raises(SettingsError, match=r"kv_offload_gib is for a GPU: .*, got 2"):
-        plan_serving(
-            load_settings({"kv_offload_gib": "2"}), replace(on_gpu, memory=machine_memory())
-        )
-    hybrid = ModelFacts(embedded.native, 1024, 2**26, memory=machine_memory(), slot_bytes=1024)
+        plan_serving(load_settings({"kv_offload_gib": "2"}), facts)
+    hybrid = model_facts(settings, embedded.native, slot_bytes=1024)
     with pytest.raises(SettingsError, match="layers that keep a state"):
         plan_serving(settings, hybrid)
 
@@ -216,7 +214,8 @@ def test_host_memory_of_a_gpu_is_planned_and_told(embedded: Any, tmp_path: Path)
     beside = {"kv_disk": str(tmp_path), "kv_disk_gib": "1"}
     for flags in ({}, beside):
         settings = load_settings({"kv_offload_gib": "2", "kv_cache_tokens": "1024", **flags})
-        lines = describe(plan_serving(settings, ModelFacts(embedded.native, 1024, 2**26)))
+        facts = model_facts(settings, embedded.native, gpu_bytes=2**30)
+        lines = describe(plan_serving(settings, facts))
         assert "    in host memory 2 GiB, 1 KiB a token" in lines
         assert ("on disk" in "".join(lines)) == bool(flags)
 

@@ -4,7 +4,7 @@ Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V =
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, PageArrays
-from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -37,59 +37,58 @@ class KVCache:
     `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
     dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
     `own_backend`: the attention backend, if it is not that of the device.
-    `groups`: layers that share tensors, with other pages for each group; None: no two share any.
     """
-
-    groups: PageGroups | None = None
 
     def __init__(
         self,
-        layers: Mapping[int, LayerShape],
+        layout: CacheLayout,
         num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         row_keys: bool,
-        groups: PageGroups | None = None,
         own_backend: Any = None,
     ) -> None:
+        """Allocate the pages. Layers with the same place in the pages of groups share tensors."""
         self._own_backend = own_backend
         self.row_keys = row_keys
-        self.page_size = page_size
-        self.dtype = dtype
-        self.groups = groups
+        self.layout = layout
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
-        places = {} if groups is None else groups.places()
         shared: dict[int, tuple[Tensor, Tensor]] = {}  # by the place of a layer in a page
-        for index, layer in layers.items():
-            if groups is not None and places[index][1] in shared:
-                self._pages[index] = shared[places[index][1]]
-                continue
-            pages = (num_pages, layer.num_key_heads)
-            sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
-            keys = zeros((*pages, *sides), dtype, device)
-            self._pages[index] = (
-                keys.transpose(2, 3) if row_keys else keys,
-                zeros((*pages, page_size, layer.value_dim), dtype, device),
-            )
-            if groups is not None:
-                shared[places[index][1]] = self._pages[index]
+        for index, layer in layout.layers.items():
+            _, place = self.places[index]
+            if place not in shared:
+                pages, size = (num_pages, layer.num_key_heads), layout.page_size
+                sides = (size, layer.key_dim) if row_keys else (layer.key_dim, size)
+                keys = zeros((*pages, *sides), self.dtype, device)
+                shared[place] = (
+                    keys.transpose(2, 3) if row_keys else keys,
+                    zeros((*pages, size, layer.value_dim), self.dtype, device),
+                )
+            self._pages[index] = shared[place]
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of numbers that are not in few bits."""
+        return self.layout.number_type
 
     @property
     def num_groups(self) -> int:
         """Return the number of groups of layers with pages of their own."""
-        return 1 if self.groups is None else self.groups.num_groups
+        return self.layout.groups.num_groups
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Return the group of each layer, and its place in a page; empty without groups."""
-        return {} if self.groups is None else self.groups.places()
+        """Return the group of each layer, and its place in a page."""
+        return self.layout.places()
 
     @cached_property
     def group_L(self) -> Ints:
         """Return the group of each layer, by layer order, int64. On a CPU."""
-        return np.array([self.places.get(index, (0, 0))[0] for index in sorted(self._pages)])
+        return np.array([self.places[index][0] for index in sorted(self._pages)])
 
     def own_backend(self) -> Any:
         """Return the attention backend that alone knows these pages; None: that of the device."""

@@ -203,12 +203,11 @@ class PagedStep:
         self.plans = plans
         self.backend = backend(batch)  # of the first group of layers, or of the only one
         self._batch = batch
-        self._places = {} if store.num_groups == 1 else store.places
         self._others: dict[int, Backend] = {}  # of further groups, each made for its first layer
 
     def backend_of(self, layer_idx: int) -> Backend:
         """Return the backend over the pages of a layer's group."""
-        group = self._places[layer_idx][0] if self._places else 0
+        group, _ = self.store.places[layer_idx]
         if not group:
             return self.backend
         if group not in self._others:

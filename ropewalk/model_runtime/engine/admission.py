@@ -173,7 +173,7 @@ def check_request(request: Request, config: EngineConfig) -> None:
     if most is not None:
         num_positions = min(num_positions, most * config.page_size)
     text = f"{num_positions} positions, the KV cache holds {config.capacity} in all"
-    if config.page_groups is not None:
+    if config.page_groups.has_windows:
         text = (
             f"{num_positions} positions, which take {num_pages} pages of layers, the KV cache has "
             f"{config.num_pages}"

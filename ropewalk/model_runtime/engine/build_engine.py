@@ -6,10 +6,9 @@ from dataclasses import replace
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, ROUNDED
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
@@ -23,8 +22,6 @@ from ropewalk.model_runtime.runner.backends import (
     check_windows,
     long_prompt_tokens,
     new_store,
-    rounded_store,
-    sealed_store,
     state_store,
 )
 from ropewalk.model_runtime.runner.cuda_graphs import (
@@ -34,7 +31,7 @@ from ropewalk.model_runtime.runner.cuda_graphs import (
 )
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
-from ropewalk.model_runtime.state_shape import StatePart, bytes_per_state
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 
 _WARM_UP_TOKENS = 32  # so many that the last layer is pruned (last_layer.py)
@@ -67,10 +64,11 @@ def _built(
     # Several ranks give a function that also builds the runners of the others.
     if config.kv_cache_dtype != EXACT and not isinstance(make, type):
         raise ModelError(f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process")
-    if config.page_groups is not None and checkpoint.states:
+    if config.page_groups.has_windows and checkpoint.states:
         raise ModelError("page_groups are for models without states")
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
-    config = _slotted(checkpoint, config)
+    layout = layout_of(checkpoint, config)
+    config = _slotted(config, layout)
     runner = build_runner(checkpoint, config, profiles, make)
     is_captured = captures_graphs(checkpoint, config)
     # Nothing is cached yet, so any page will do.
@@ -86,8 +84,7 @@ def _built(
             config.max_decode_rows,
             spare_page=config.num_pages,
             max_prompt_rows=config.max_prompt_rows,
-            most_prompt_keys=most_prompt_bytes(checkpoint.device)
-            // bytes_per_token(checkpoint.plans, checkpoint.dtype),
+            most_prompt_keys=most_prompt_bytes(checkpoint.device) // layout.exact_bytes,
         )
         runner.capture_graphs(limits, cuda_recorder(checkpoint.device))
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
@@ -100,11 +97,15 @@ def _built(
     return Engine(runner, checkpoint.tokenizer, config, eos_token_ids, observer, tier=tier)
 
 
-def _slotted(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:
+def _slotted(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
     """Return `config` with slots if the model has states and no number of them is stated."""
-    if config.num_state_slots:
-        return config
-    return with_slots(config, bytes_per_state(checkpoint.states))[0]
+    return config if config.num_state_slots else with_slots(config, layout.slot_bytes)
+
+
+def layout_of(checkpoint: Checkpoint, config: EngineConfig) -> CacheLayout:
+    """Return the layout of the cache that these limits ask for, of one rank."""
+    form = config.page_size, config.kv_cache_dtype
+    return checkpoint.cache_layout(*form, config.page_groups)
 
 
 def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
@@ -137,23 +138,16 @@ def build_runner(
 
     `make`: another class of model runner, for several ranks.
     """
-    page_size = config.page_size
+    page_size, layout = config.page_size, layout_of(checkpoint, config)
     profiles = tuple(profiles)
     refuse_releases(profiles, (plan.layer_type for plan in checkpoint.plans.values()))
-    check_windows(config.page_groups, checkpoint.plans)
-    config = _slotted(checkpoint, config)
+    check_windows(layout, checkpoint.plans)
+    config = _slotted(config, layout)
     try:
         # One extra page for the padding of a captured step.
         num_spare = 1 if captures_graphs(checkpoint, config) else 0
-        num_pages = config.num_pages + num_spare
-        on = checkpoint.dtype, checkpoint.device
-        if config.seals_pages:
-            store: KVCache = sealed_store(checkpoint.plans, config, *on, num_spare)
-        elif config.kv_cache_dtype == ROUNDED:
-            store = rounded_store(checkpoint.plans, config, *on)
-        else:
-            groups = config.page_groups
-            store = new_store(checkpoint.plans, num_pages, page_size, *on, groups=groups)
+        num_pages, num_open = config.num_pages + num_spare, config.max_num_seqs + num_spare
+        store = new_store(layout, num_pages, checkpoint.device, num_open=num_open)
         states = state_store(checkpoint.states, config.num_state_slots, checkpoint.device)
     except (MemoryError, RuntimeError) as error:  # the latter by torch on a GPU
         slots = f" beside {config.num_state_slots} slots of states" if checkpoint.states else ""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
@@ -69,6 +70,7 @@ from ropewalk.model_runtime.loading.self_check import (
     check_structure,
 )
 from ropewalk.model_runtime.loading.text_part import factory_of
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 from ropewalk.model_runtime.probing.probe import text_config
 from ropewalk.model_runtime.probing.untouched import (
     original_logits,
@@ -115,6 +117,13 @@ class Checkpoint:
     def windows(self) -> dict[int, int | None]:
         """Return the keys that each layer reads at most; None: all of them."""
         return {index: plan.window for index, plan in self.plans.items()}
+
+    def cache_layout(
+        self, page_size: int, kv_cache_dtype: str, groups: PageGroups = ONE_GROUP
+    ) -> CacheLayout:
+        """Return the layout of its cache, of the only rank."""
+        form = self.dtype, page_size, kv_cache_dtype
+        return CacheLayout(self.plans, *form, groups, self.states)
 
 
 def load_checkpoint(

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import storage_of
@@ -122,6 +123,15 @@ class ModelConfig:
     def states(self) -> Mapping[int, StateShape]:
         """Return the shapes of its layers' states by index; empty for a model without them."""
         return state_shapes(text_values(self.config))
+
+    def cache_layout(self, page_size: int, kv_cache_dtype: str, num_ranks: int = 1) -> CacheLayout:
+        """Return the layout of its cache, whose heads the ranks share. Raises ModelError."""
+        layers = {
+            index: replace(each, num_key_heads=each.num_key_heads // num_ranks)
+            for index, each in self.layers().items()
+        }
+        form = self.dtype, page_size, kv_cache_dtype
+        return CacheLayout(layers, *form, states=self.states(), num_ranks=num_ranks)
 
     def num_parameters(self) -> int:
         """Return the number of weights that a load reads; a tied head counts once."""

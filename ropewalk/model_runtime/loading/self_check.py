@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -83,10 +84,8 @@ class PagedPrompts:
         dtype = torch.float32 if is_structure else parameter.dtype
         self._backend = TorchAttention if is_structure else backend_for(parameter.device)
         self._store = KVCache(
-            plans,
+            CacheLayout(plans, dtype, _PAGE_SIZE),
             2 * num_pages,
-            _PAGE_SIZE,
-            dtype,
             parameter.device,
             row_keys=self._backend.row_keys,
         )

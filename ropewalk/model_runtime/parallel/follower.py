@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 import torch
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.child_process import end_with_parent
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
@@ -89,10 +90,10 @@ class Follower:
     def _build(self, values: Any) -> None:
         self._runner = None  # the memory of another cache
         checkpoint, page_size = self.checkpoint, values["page_size"]
-        on, groups = (checkpoint.dtype, checkpoint.device), values["groups"]
-        if groups is not None:
-            groups = PageGroups(tuple(map(tuple, groups["layers"])), tuple(groups["windows"]))
-        store = new_store(checkpoint.plans, values["num_pages"], page_size, *on, groups=groups)
+        groups = values["groups"]
+        groups = PageGroups(tuple(map(tuple, groups["layers"])), tuple(groups["windows"]))
+        layout = CacheLayout(checkpoint.plans, checkpoint.dtype, page_size, groups=groups)
+        store = new_store(layout, values["num_pages"], checkpoint.device)
         tables = RopeTables(
             checkpoint.native, page_size, values["max_len"], checkpoint.device, values["room"]
         )

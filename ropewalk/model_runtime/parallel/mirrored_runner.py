@@ -40,7 +40,7 @@ class MirroredRunner(ModelRunner):
                 {
                     "num_pages": store.num_pages,
                     "page_size": self._page_size,
-                    "groups": None if store.groups is None else asdict(store.groups),
+                    "groups": asdict(store.layout.groups),
                     "max_len": tables.max_len,
                     "room": tables.room,
                     "profiles": [profile_values(each) for each in tables.profiles],

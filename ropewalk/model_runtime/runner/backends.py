@@ -7,21 +7,16 @@ from collections.abc import Mapping
 
 import torch
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, SlotStore
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import (
-    FORMATS,
-    ROUNDED,
-    check_format,
-    refuse_sealed_on,
-)
+from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED, refuse_sealed_on
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
-from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
+from ropewalk.model_runtime.config import PAGE_UNIT
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
-from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 from ropewalk.model_runtime.state_shape import StateShape
 
 
@@ -79,15 +74,13 @@ def backend_for(device: torch.device) -> type[Backend]:
     return TorchAttention
 
 
-def check_windows(groups: PageGroups | None, plans: Mapping[int, LayerPlan]) -> None:
+def check_windows(layout: CacheLayout, plans: Mapping[int, LayerPlan]) -> None:
     """Raise ModelError if a layer reads more keys than the pages of its group keep."""
-    if groups is None:
-        return
-    places = groups.places()
+    places = layout.places()
     for index, plan in plans.items():
         if index not in places:
             raise ModelError(f"layer {index} has no pages among the groups that were planned")
-        window = groups.windows[places[index][0]]
+        window = layout.groups.windows[places[index][0]]
         if window is not None and (plan.window is None or plan.window > window):
             reads = "all keys" if plan.window is None else f"{plan.window} keys"
             raise ModelError(
@@ -96,87 +89,50 @@ def check_windows(groups: PageGroups | None, plans: Mapping[int, LayerPlan]) -> 
 
 
 def new_store(
-    layers: Mapping[int, LayerShape],
-    num_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    groups: PageGroups | None = None,
+    layout: CacheLayout, num_pages: int, device: torch.device, *, num_open: int = 0
 ) -> KVCache:
-    """Return an empty cache in the layout of the device's backend; `groups`: of its layers."""
-    row_keys = backend_for(device).row_keys
-    return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys, groups=groups)
+    """Return an empty cache for the device's backend. Raises ModelError.
 
-
-def rounded_store(
-    layers: Mapping[int, LayerShape],
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    """Return an empty cache in bfloat16. Raises ModelError.
-
-    If the model is in bfloat16, then it is the cache of `new_store`.
+    `num_open`: sequences with a page that is not sealed yet, if full pages are.
     """
-    if device.type != "cpu":
+    layout.check()
+    if layout.seals:
+        return _sealed_store(layout, num_pages, device, num_open)
+    if layout.format == ROUNDED and device.type != "cpu":
         raise ModelError(
             f"kv_cache_dtype {ROUNDED} needs the model on a CPU, and it is on {device}"
         )
-    check_format(ROUNDED, layers, dtype)
     own_backend = None
-    if dtype != torch.bfloat16 and has_cpu_kernels(device):
+    if layout.rounds and has_cpu_kernels(device):
         from ropewalk.model_runtime.attention.cpu_backend import (  # noqa: PLC0415
             RoundedCpuAttention,
         )
 
         own_backend = RoundedCpuAttention
-    return KVCache(
-        layers,
-        config.num_pages,
-        config.page_size,
-        torch.bfloat16,
-        device,
-        row_keys=backend_for(device).row_keys,
-        groups=config.page_groups,
-        own_backend=own_backend,
-    )
+    row_keys = backend_for(device).row_keys
+    return KVCache(layout, num_pages, device, row_keys=row_keys, own_backend=own_backend)
 
 
-def sealed_store(
-    layers: Mapping[int, LayerShape],
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_spare: int = 0,
+def _sealed_store(
+    layout: CacheLayout, num_pages: int, device: torch.device, num_open: int
 ) -> SealedCache:
-    """Return an empty cache in the format of the config's kv_cache_dtype. Raises ModelError.
-
-    `num_spare`: sealed and open pages that no sequence holds, behind the others.
-    """
-    name = config.kv_cache_dtype
+    refuse_sealed_on(device, layout.format)
     device_backend = None
-    refuse_sealed_on(device, name)
     if has_gpu_kernels(device):
         from ropewalk.model_runtime.gpu.sealed.backend import (  # noqa: PLC0415  # optional
             SealedTritonAttention,
         )
 
         device_backend = SealedTritonAttention
-    check_format(name, layers, dtype)
-    if config.page_size % PAGE_UNIT:
+    if layout.page_size % PAGE_UNIT:
         raise ModelError(
-            f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
-            f"{config.page_size}"
+            f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {layout.format}, got "
+            f"{layout.page_size}"
         )
     return SealedCache(
-        layers,
-        config.num_pages + num_spare,
-        config.page_size,
-        dtype,
-        form=FORMATS[name],
-        num_open=config.max_num_seqs + num_spare,
-        groups=config.page_groups,
+        layout,
+        num_pages,
+        num_open=num_open,
         has_kernels=has_cpu_kernels(device),
         device=device,
         device_backend=device_backend,

@@ -74,7 +74,7 @@ class Scheduler:
             config.page_size,
             config.max_num_batched_tokens,
             config.num_state_slots,
-            (None,) if config.page_groups is None else config.page_groups.windows,
+            config.page_groups.windows,
         )
         self.pool = self.pages.pool
         self._num_arrived = 0

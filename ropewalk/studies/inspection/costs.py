@@ -1,25 +1,15 @@
 """The memory that a model and a context take, as `inspect` reports it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ropewalk.model_runtime.attention.sealed.page_format import (
-    EXACT,
-    most_staged,
-    open_bytes,
-    stage_page_bytes,
-    token_bytes,
-)
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
-from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.page_groups import PageGroups
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.model_runtime.state_shape import bytes_per_state
-from ropewalk.server.startup.planning.held_windows import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +43,20 @@ class Costs:
 
 def costs_of(
     outline: ModelConfig,
-    deployments: Sequence[Deployment],
-    page_size: int,
+    layout: CacheLayout,
+    longest: int,
     memory_gib: float | None,
     low_bits: Storage | None = None,
     *,
-    kv_cache_dtype: str = EXACT,
     max_chunk: int,
-    windows: tuple[PageGroups | None, str | None] = (None, None),
 ) -> Costs:
-    """Return the costs of a model's longest context, and what a stated memory holds.
+    """Return the costs of a context of `longest` tokens, and what a stated memory holds.
 
     `low_bits`: the storage of weights in few bits, if a load would have it.
-    `max_chunk`: tokens of a step. `windows`: what `planned_groups` has found.
+    `max_chunk`: tokens of a step.
     """
-    form = (outline.layers(), outline.dtype, kv_cache_dtype, page_size)
-    kv_bytes, kv_open_bytes = token_bytes(*form), open_bytes(*form)
-    num_staged = most_staged(max_chunk, 1, page_size)
-    kv_stage_bytes = num_staged * stage_page_bytes(*form)
-    longest = max(deployment.max_len for deployment in deployments)
-    groups, why_whole = windows
-    kv_bytes = padded(kv_bytes, groups)
+    page_size, kv_bytes, groups = layout.page_size, layout.token_bytes, layout.groups
+    kv_stage_bytes = most_staged(max_chunk, 1, page_size) * layout.stage_bytes
     config = EngineConfig(
         kv_cache_tokens=0,
         max_model_len=longest,
@@ -85,10 +68,10 @@ def costs_of(
     if low_bits is not None:
         weight_bytes = low_bits.num_bytes
     file_bytes, file_types = outline.gguf_storage() or (None, None)
-    state_bytes = bytes_per_state(outline.states())
     holds = in_memory = None
     if memory_gib is not None:
-        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes - kv_stage_bytes
+        beside = layout.slot_bytes + layout.open_bytes + kv_stage_bytes
+        left = int(memory_gib * 2**30) - weight_bytes - beside
         holds = max(0, left // kv_bytes // page_size * page_size)
         in_memory = min(longest, replace(config, kv_cache_tokens=holds).longest_context)
     return Costs(
@@ -107,23 +90,15 @@ def costs_of(
         outline.num_stored_bytes(),
         None if low_bits is None else low_bits.formats,
         active_part(outline, low_bits),
-        state_bytes,
-        kv_cache_dtype,
-        kv_open_bytes,
+        layout.slot_bytes,
+        layout.format,
+        layout.open_bytes,
         kv_stage_bytes,
-        None if groups is None else groups.beyond(kv_bytes),
-        None if groups is None else groups.text(),
-        why_whole,
-        _longest_bytes(config, kv_bytes),
+        layout.bytes_beyond_windows if groups.has_windows else None,
+        groups.text() if groups.has_windows else None,
+        layout.why_whole,
+        config.num_held_pages(longest) * layout.page_bytes,
     )
-
-
-def _longest_bytes(config: EngineConfig, token_bytes: int) -> int:
-    """Return the bytes of the pages of the longest context."""
-    if config.page_groups is None:
-        return config.max_model_len * token_bytes
-    num_held = config.num_held_pages(config.max_model_len)
-    return num_held * config.page_size * token_bytes // config.num_groups
 
 
 def too_small(costs: Costs, page_size: int) -> str | None:

@@ -20,6 +20,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
     StateCall,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.backends import backend_for, new_store, state_store
@@ -114,7 +115,7 @@ def head_statistics(
     native, device, plans = checkpoint.native.trained, checkpoint.device, checkpoint.plans
     longest = max(map(len, sequences))
     pages = range(-(-longest // _PAGE_SIZE))
-    store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
+    store = new_store(checkpoint.cache_layout(_PAGE_SIZE, EXACT), len(pages), device)
     tables = RopeTables(native, _PAGE_SIZE, longest, device)
     slot = tables.id_of(build_tiers(native.method, native)[0].profile)
     states = state_store(checkpoint.states, 1, device)

@@ -14,7 +14,6 @@ from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.planning.dry_run import outline_of
-from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.planning.planned_deployments import plan_deployments
 from ropewalk.server.startup.planning.serving_plan import step_limits
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
@@ -59,20 +58,15 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     deployments = plan_deployments(settings, native)
     native = native.trained
     low_bits = planned_storage(outline, settings.weights, settings.activations, is_divided=False)
+    longest = max(each.max_len for each in deployments)
+    layout = outline.cache_layout(settings.page_size, settings.kv_cache_dtype)
     costs = costs_of(
         outline,
-        deployments,
-        settings.page_size,
+        layout.with_windows(outline.windows(), longest),
+        longest,
         options.memory_gib,
         low_bits,
-        kv_cache_dtype=settings.kv_cache_dtype,
         max_chunk=step_limits(settings, gpu_bytes(outline.device))["max_num_batched_tokens"],
-        windows=planned_groups(
-            outline.windows(),
-            outline.layers(),
-            max(each.max_len for each in deployments),
-            has_states=bool(outline.states()),
-        ),
     )
     heads = None
     if options.heads is not None:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.cpu_backend import RoundedCpuAttention
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.sealed.page_format import check_format
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.backends import rounded_store
+from ropewalk.model_runtime.loading.model_config import KVShape
+from ropewalk.model_runtime.runner.backends import new_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.checkpoints.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 from tests.doubles.engines import (
@@ -43,10 +44,6 @@ def rounded(numbers: Tensor) -> Tensor:
     return numbers.to(torch.bfloat16).to(numbers.dtype)
 
 
-class _Shape:
-    num_key_heads, key_dim, value_dim = 2, 12, 8
-
-
 def patterns() -> Tensor:
     """Float32 numbers of all kinds: ties both ways, subnormals, infinities, NaN, random bits."""
     ends = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -62,7 +59,8 @@ def test_a_write_rounds_as_torch_does(backend: Any) -> None:
     """To nearest even, for every kind of number; each lands in its own place."""
     key_TKD, value_TKV = patterns().view(33, 2, 20).split([12, 8], -1)
     span = Span([0] * 33, 5, [3, 1, 2], 0, range(0))
-    store = KVCache({0: _Shape()}, 4, 16, torch.bfloat16, CPU, row_keys=backend.row_keys)
+    layout = CacheLayout({0: KVShape(2, 12, 8)}, torch.bfloat16, 16)
+    store = KVCache(layout, 4, CPU, row_keys=backend.row_keys)
     keys_NKDO, values_NKOV = store.pages(0)
     backend(build_batch([span], 16, CPU)).write(keys_NKDO, values_NKOV, key_TKD, value_TKV)
     at_T = torch.arange(5, 38)
@@ -141,8 +139,7 @@ def test_the_reference_backend_answers_as_the_kernels_do(
     compiled = engines.over(llama_checkpoint, **ROUNDED)
     expected = answer(compiled, asked)[0].prompt_logprob_values()
     monkeypatch.setattr("ropewalk.model_runtime.runner.backends.cpu_fault", lambda: "no numba")
-    config = EngineConfig(kv_cache_tokens=256, max_model_len=128, page_size=16, **ROUNDED)
-    store = rounded_store(llama_checkpoint.plans, config, torch.float32, CPU)
+    store = new_store(llama_checkpoint.cache_layout(16, "bfloat16"), 16, CPU)
     assert store.own_backend() is None
     assert store.dtype == torch.bfloat16
     engine = engines.over(llama_checkpoint, **ROUNDED)
@@ -177,9 +174,9 @@ def test_what_has_no_such_cache_is_refused(embedded: Checkpoint) -> None:
     """A GPU, numbers of float16, and several processes; each sentence names the setting."""
     config = EngineConfig(kv_cache_tokens=256, max_model_len=128, **ROUNDED)
     with pytest.raises(ModelError, match="bfloat16 needs the model on a CPU, and it is on cuda"):
-        rounded_store(embedded.plans, config, torch.float32, torch.device("cuda"))
+        new_store(embedded.cache_layout(64, "bfloat16"), 4, torch.device("cuda"))
     with pytest.raises(ModelError, match="bfloat16 needs the dtype float32 or bfloat16, and the"):
-        check_format("bfloat16", embedded.plans, torch.float16)
+        CacheLayout(embedded.plans, torch.float16, 64, "bfloat16").check()
     with pytest.raises(ModelError, match="kv_cache_dtype bfloat16 is for a model in one process"):
         build_engine(embedded, config, make=partial(ModelRunner, is_one_of_ranks=True))
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
@@ -108,7 +109,8 @@ def test_records_equal_those_of_numpy(
 ) -> None:
     """Constants, zeros, tiny and huge numbers, a bias, an outlier, infinity and NaN."""
     dim = 24
-    store = SealedCache({0: Shape(dim, value_dim)}, 1, PAGE, dtype, form=FORMATS[kind], num_open=1)
+    layout = CacheLayout({0: Shape(dim, value_dim)}, dtype, PAGE, kind)
+    store = SealedCache(layout, 1, num_open=1)
     key_TKD, value_TKV = edge_page(dim, value_dim, dtype)
     span = Span([0] * PAGE, 0, [0], 0, range(0))
     batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
@@ -154,9 +156,8 @@ def test_kernels_read_the_numbers_of_a_record(kind: str, page_size: int, value_d
 def test_a_bias_costs_no_more_than_half_a_step(kind: str, bias: float) -> None:
     """A lowest number above the true one would cut off what lies below it."""
     dim, value_dim = 24, 20
-    store = SealedCache(
-        {0: Shape(dim, value_dim)}, 1, PAGE, torch.float32, form=FORMATS[kind], num_open=1
-    )
+    layout = CacheLayout({0: Shape(dim, value_dim)}, torch.float32, PAGE, kind)
+    store = SealedCache(layout, 1, num_open=1)
     torch.manual_seed(4)
     key_TKD = bias + torch.rand(PAGE, KEY_HEADS, dim)
     span = Span([0] * PAGE, 0, [0], 0, range(0))
@@ -196,7 +197,7 @@ def test_a_channel_without_a_number_stays_without_one() -> None:
 def test_odd_values_have_no_four_bits() -> None:
     """Two dimensions share a byte."""
     with pytest.raises(ModelError, match="a layer of this model has 15: use int8 or auto"):
-        SealedCache({0: Shape(16, 15)}, 1, PAGE, torch.float32, form=FORMATS["k8v4"], num_open=1)
+        CacheLayout({0: Shape(16, 15)}, torch.float32, PAGE, "k8v4").check()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,8 @@ def test_bytes_of_a_token_and_head(kind: str, num_bytes: int, of_128: int) -> No
     shape = Shape(64, 64)
     assert FORMATS[kind].record_bytes(shape, 64) == num_bytes * 64
     assert FORMATS[kind].record_bytes(Shape(128, 128), 64) == of_128 * 64
-    store = SealedCache({0: shape, 1: shape}, 10, 64, torch.float32, form=FORMATS[kind], num_open=3)
+    layout = CacheLayout({0: shape, 1: shape}, torch.float32, 64, kind)
+    store = SealedCache(layout, 10, num_open=3)
     assert sum(each.nbytes for each in store.page_memory()) == 2 * KEY_HEADS * 10 * 64 * num_bytes
     open_bytes = 2 * 3 * KEY_HEADS * 64 * 512
     assert store.num_bytes == 2 * KEY_HEADS * 10 * 64 * num_bytes + open_bytes

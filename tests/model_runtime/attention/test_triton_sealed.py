@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from tests.oracles.attention_cases import Case, relative_error
 from tests.oracles.attention_cases import Laid as OneRead
 from tests.oracles.range_cases import CPU, LAYERS, largest_error
@@ -61,9 +61,9 @@ def read_over(kind: str, case: Case, device_backend: Any) -> Tensor:
     torch.manual_seed(7)
     laid = OneRead(case, DEVICE if device_backend else CPU)
     (_, num_heads), (dim, value_dim) = case.heads, case.dims
+    plan = LayerPlan(num_heads, dim, value_dim, "all", dim, interleaved=False)
     store = SealedCache(
-        {0: LayerPlan(num_heads, dim, value_dim, "all", dim, interleaved=False)},
-        len(laid.read.keys_NKDO), case.page_size, case.dtype, form=FORMATS[kind],
+        CacheLayout({0: plan}, case.dtype, case.page_size, kind), len(laid.read.keys_NKDO),
         num_open=len(case.spans), has_kernels=False, device=laid.device,
         device_backend=device_backend,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def test_records_equal_those_of_numpy(
     """
     dim = 24
     store = SealedCache(
-        {0: Shape(dim, value_dim)}, 2, PAGE, dtype, form=FORMATS[kind], num_open=2, device=DEVICE,
+        CacheLayout({0: Shape(dim, value_dim)}, dtype, PAGE, kind), 2, num_open=2, device=DEVICE,
         device_backend=SealedTritonAttention,
     )  # fmt: skip
     key_TKD, value_TKV = edge_page(dim, value_dim, dtype)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.page_format import open_bytes
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.memory import memory_profile
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
@@ -273,18 +271,18 @@ def test_a_step_over_sealed_pages_has_open_pages_and_longer_contexts(
                 config = replace(CONFIG, max_num_seqs=num, **limits)
                 taken.append(measured(checkpoint, config, meter).step_bytes)
         grown.append(taken[1] - taken[0])
-    num_bytes = open_bytes(checkpoint.plans, checkpoint.dtype, "int4", 32)
+    num_bytes = checkpoint.cache_layout(32, "int4").open_bytes
     assert grown[1] - grown[0] >= 19 * num_bytes
 
     def note(spans: Sequence[Span], _: Tensor) -> None:
         lens.append(max(span.first_position + len(span.token_ids) for span in spans))
 
     spy_on_every_runner(monkeypatch, note)
-    total = int(70 * bytes_per_token(checkpoint.plans, checkpoint.dtype) / 0.9)
+    total = int(70 * checkpoint.cache_layout(32, "auto").token_bytes / 0.9)
     device = SimpleNamespace(reset=lambda: None, read=lambda: Reading(total, total, 0, 0, 0))
     for limits in ({"page_size": 32}, few):
         measured(checkpoint, replace(CONFIG, **limits), device)
-    assert {min(lens), max(lens)} == {69, 200}
+    assert {min(lens), max(lens)} == {64, 200}
 
 
 def test_a_step_without_memory_is_a_sentence(

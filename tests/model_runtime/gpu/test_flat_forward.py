@@ -42,7 +42,7 @@ class Runs:
         self.model: Any = loaded.model
         self.plans = loaded.plans
         cpu = torch.device("cpu")
-        store = KVCache(loaded.plans, NUM_PAGES, PAGE, torch.float32, cpu, row_keys=True)
+        store = KVCache(loaded.cache_layout(PAGE, "auto"), NUM_PAGES, cpu, row_keys=True)
         tables = RopeTables(loaded.native, PAGE, MAX_LEN, cpu)
         self.table_ids = [tables.id_of(each) for each in PROFILES]
         self.runner = ModelRunner(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.layers.fused.decoder import restore
@@ -22,7 +23,7 @@ LAYERS, PROMPT = 4, 40
 
 def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -> list[Tensor]:
     """Logits of a prompt and of two decode steps."""
-    store = new_store(plans, 4, 16, torch.float32, torch.device("cpu"))
+    store = new_store(CacheLayout(plans, torch.float32, 16), 4, torch.device("cpu"))
     tables = RopeTables(native, 16, 64, torch.device("cpu"))
     runner = ModelRunner(model, plans, store, tables, 16)
     table_id = tables.id_of(Profile(native.tables[native.scaled_layer_type].scaling))

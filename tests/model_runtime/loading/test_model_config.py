@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
@@ -36,9 +35,8 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
     outline = read_model_config(EMBEDDED_MODEL)
     assert outline.architecture == "LlamaForCausalLM"
     assert outline.native() == embedded.native
-    assert bytes_per_token(outline.layers(), outline.dtype) == bytes_per_token(
-        embedded.plans, embedded.dtype
-    )
+    layouts = outline.cache_layout(64, "auto"), embedded.cache_layout(64, "auto")
+    assert layouts[0].token_bytes == layouts[1].token_bytes
     from safetensors.torch import load_file
 
     weights = load_file(Path(EMBEDDED_MODEL) / "model.safetensors")

@@ -15,7 +15,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Unscaled
@@ -69,7 +69,7 @@ def runner_over(
     checkpoint: Checkpoint,
     kind: str,
     profiles: Sequence[Profile],
-    groups: PageGroups | None = None,
+    groups: PageGroups = ONE_GROUP,
 ) -> ModelRunner:
     """A runner with room for four sequences of four pages, and spare pages."""
     config = EngineConfig(
@@ -161,7 +161,7 @@ def test_logits_equal_transformers_over_sealed_pages(
     made = tiny_checkpoint(name, **sizes)
     use_triton(monkeypatch)
     profiles = [Profile(Unscaled())]
-    groups = groups_of(made) if is_held else None
+    groups = groups_of(made) if is_held else ONE_GROUP
     talk = Talk(runner_over(made, kind, profiles, groups), profiles)
     got = torch.cat([talk.step({0: num}) for num in (20, 20, 1, 4)])
     errors = (torch.log_softmax(got.double(), -1) - expected).abs().amax(-1)

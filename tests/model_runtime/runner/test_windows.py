@@ -21,7 +21,7 @@ from ropewalk.model_runtime.cpu_kernels.threads import _by_items, _runner
 from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 from ropewalk.model_runtime.runner.cuda_graphs import CaptureLimits
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.scheduling.sequence import HOLE
@@ -62,9 +62,9 @@ class Pages:
     def at(self, sequence: int, step: range, num_last: int | None) -> list[int]:
         """The pages that a step needs; the others of a group with a window hold NaN."""
         pages = list(self.rows[sequence])
-        if self.store.groups is None:
+        if not self.store.layout.groups.has_windows:
             return pages
-        for group, window in enumerate(self.store.groups.windows):
+        for group, window in enumerate(self.store.layout.groups.windows):
             first = 0 if window is None else max(0, (step.start + 1 - window) // PAGE)
             begin = 0
             if window is None and num_last is not None:
@@ -104,7 +104,7 @@ def checkpoint_of(name: str) -> Checkpoint:
 
 
 def runner_of(
-    groups: PageGroups | None,
+    groups: PageGroups,
     method: object,
     backend: type[Backend] | None = None,
     name: str = "gemma3_text",
@@ -137,7 +137,7 @@ def backend_of(kind: str) -> type[Backend] | None:
 def test_logits_have_the_bits_of_pages_of_all_layers(kind: str, name: str, method: object) -> None:
     """Prompts, decodes and both, with a call a layer and with one call a step."""
     backend = backend_of(kind)
-    expected = logits(runner_of(None, method, backend, name), method)
+    expected = logits(runner_of(ONE_GROUP, method, backend, name), method)
     found = logits(runner_of(MODELS[name], method, backend, name), method)
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
     assert all(bool(each.isfinite().all()) for each in found)
@@ -153,7 +153,7 @@ def test_sinks_in_some_layers_and_windows_in_others(backend: type[Backend] | Non
     profile = Profile(Unscaled(), positions=method)
     make = partial(ModelRunner, backend=backend) if backend else ModelRunner
     found = []
-    for each in (None, groups):
+    for each in (ONE_GROUP, groups):
         config = EngineConfig(
             kv_cache_tokens=CONFIG.kv_cache_tokens,
             max_model_len=CONFIG.max_model_len,
@@ -170,7 +170,7 @@ def test_recorded_steps_follow_the_tables_of_all_groups(
 ) -> None:
     """A recorded step reads fixed places, where each group has a page table and pages."""
     backend, groups = backend_of(kind), MODELS[name]
-    expected = logits(runner_of(None, method, backend, name), method)
+    expected = logits(runner_of(ONE_GROUP, method, backend, name), method)
     runner, record = runner_of(groups, method, backend, name), Again()
     spare_page = CONFIG.num_pages * groups.num_groups
     runner.capture_graphs(CaptureLimits(CONFIG.max_model_len, 2, spare_page), record)
@@ -190,7 +190,7 @@ def compiled(checkpoint_runner: ModelRunner) -> int:
 
 def test_groups_compile_no_kernel_of_their_own() -> None:
     """Tables of each group have the memory order of one table, so the kernels are the same."""
-    runner = runner_of(None, None)
+    runner = runner_of(ONE_GROUP, None)
     logits(runner, None)
     before = compiled(runner)
     grouped = runner_of(GROUPS, None)
@@ -235,7 +235,7 @@ def test_a_backend_is_made_for_a_group_when_its_first_layer_comes(
 
 def test_tensors_are_shared_by_the_layers_of_a_place() -> None:
     """Four groups of one layer: one tensor of keys and one of values."""
-    alone, grouped = runner_of(None, None).store, runner_of(GROUPS, None).store
+    alone, grouped = runner_of(ONE_GROUP, None).store, runner_of(GROUPS, None).store
     assert grouped.num_bytes == alone.num_bytes
     assert grouped.num_pages == 4 * alone.num_pages
     assert len({id(grouped.pages(layer)[0]) for layer in range(4)}) == 1

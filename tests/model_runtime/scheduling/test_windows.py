@@ -4,15 +4,17 @@ import random
 from collections.abc import Mapping
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import TierChoice
 from ropewalk.model_runtime.engine.admission import check_request
 from ropewalk.model_runtime.errors import CacheCapacityError
 from ropewalk.model_runtime.loading.model_config import KVShape
-from ropewalk.model_runtime.page_groups import ENDLESS, PageGroups, group_layers
+from ropewalk.model_runtime.page_groups import ENDLESS, ONE_GROUP, PageGroups, group_layers
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
@@ -32,7 +34,7 @@ def grouped(windows: Mapping[int, int | None], max_len: int = LAST) -> PageGroup
     """The groups of layers with these windows."""
     groups, reason = group_layers(windows, dict.fromkeys(windows, SHAPE), max_len)
     assert reason is None
-    assert groups is not None
+    assert groups.has_windows
     return groups
 
 
@@ -77,12 +79,12 @@ def test_gemma_3_has_six_groups_of_three_layers() -> None:
     """15 layers with a window and 3 without: all pages are of 3 layers."""
     groups = grouped(GEMMA)
     assert groups.num_groups == 6
-    assert groups.num_places == 3
     assert groups.windows == (None, *[24] * 5)
     assert groups.layers[0] == (5, 11, 17)
     assert sorted(layer for each in groups.layers for layer in each) == list(range(18))
-    assert groups.padded(36864) == 36864
-    assert groups.beyond(36864) == 6144
+    layout = CacheLayout(dict.fromkeys(GEMMA, SHAPE), torch.float32, PAGE, groups=groups)
+    assert len(layout.page_layers) == 3
+    assert layout.token_bytes == layout.exact_bytes == 6 * layout.bytes_beyond_windows
 
 
 @pytest.mark.parametrize(
@@ -95,22 +97,22 @@ def test_groups_are_large_with_few_places_to_spare(
     """Gemma 3 4B has 29 and 5, and 27B has 52 and 10; some places are without a layer."""
     windows = {at: 24 if at < num_windowed else None for at in range(num_windowed + num_whole)}
     groups = grouped(windows)
-    assert (groups.num_places, groups.num_groups) == (size, num_groups)
-    assert groups.num_layers == num_windowed + num_whole
-    spare = size * num_groups - groups.num_layers
-    assert groups.padded(groups.num_layers) == groups.num_layers + spare
+    layout = CacheLayout(dict.fromkeys(windows, SHAPE), torch.float32, PAGE, groups=groups)
+    assert (len(layout.page_layers), groups.num_groups) == (size, num_groups)
+    assert sorted(layout.places()) == sorted(windows)
+    assert layout.token_bytes * len(windows) == layout.exact_bytes * size * num_groups
 
 
 def test_models_without_groups_say_why() -> None:
     """More than 16 groups, layers of several shapes; no word if there is no window to hold."""
     shapes = dict.fromkeys(range(62), SHAPE)
     found = group_layers({at: 24 if at else None for at in range(62)}, shapes, LAST)
-    assert found == (None, "groups of layers alike would be 62, and at most 16 are served")
+    assert found == (ONE_GROUP, "groups of layers alike would be 62, and at most 16 are served")
     shapes = {0: SHAPE, 1: KVShape(1, 512, 512)}
     found = group_layers({0: 24, 1: None}, shapes, LAST)
-    assert found == (None, "its layers differ in heads or dimensions")
+    assert found == (ONE_GROUP, "its layers differ in heads or dimensions")
     for windows in ({0: None, 1: None}, {0: 24, 1: 24}):
-        assert group_layers(windows, dict.fromkeys(windows, SHAPE), 24) == (None, None)
+        assert group_layers(windows, dict.fromkeys(windows, SHAPE), 24) == (ONE_GROUP, None)
 
 
 def test_a_long_context_takes_a_fifth() -> None:
@@ -146,7 +148,7 @@ def test_the_longest_request_alone_is_never_preempted(
     plan.add(one)
     most = 0
     while one.num_computed < longest:
-        step(plan, config.page_groups.windows if config.page_groups else (None,))
+        step(plan, config.page_groups.windows)
         assert one.is_running
         most = max(most, plan.pool.num_used)
     plan.check_integrity()

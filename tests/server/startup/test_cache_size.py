@@ -14,6 +14,7 @@ from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, affor
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import KVShape
 from ropewalk.rope import Profile
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning import dry_run, model_facts
@@ -21,7 +22,8 @@ from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.model_facts import facts_of
 from ropewalk.server.startup.planning.planned_deployments import num_profiles, profiles_of
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
+from ropewalk.server.startup.planning.serving_plan import plan_serving
+from tests.doubles.planned import model_facts as planned_facts
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
@@ -44,7 +46,8 @@ def facts(embedded: Checkpoint, memory: MemoryProfile, asked: list[Any] | None =
             asked.append((config, profiles))
         return memory
 
-    return ModelFacts(embedded.native, 8192, 0, measure)
+    on_gpu = {"gpu_bytes": memory.total_bytes, "measure": measure}
+    return planned_facts(load_settings({}), embedded.native, 8192, **on_gpu)
 
 
 def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> None:
@@ -143,7 +146,7 @@ def test_a_plan_has_room_for_every_profile_of_a_request(
     """A request may name each allowed method, on each tier."""
     given = {} if allowed is None else {"allowed_rope_types": ",".join(allowed)}
     settings = load_settings({"model": "some", "served_model_name": "some", **given})
-    plan = plan_serving(settings, ModelFacts(embedded.native, 512, 2**30))
+    plan = plan_serving(settings, planned_facts(settings, embedded.native, 512, 2**30))
     deployment = make_deployment(
         "some", embedded.native, DeploymentOptions(allowed_rope_types=allowed)
     )
@@ -212,7 +215,8 @@ def test_a_cache_that_finds_no_memory_is_refused_before_the_load(
 def test_a_loaded_models_cache_needs_free_memory(embedded: Checkpoint) -> None:
     """The sizes of the loaded model count, whatever its config has promised."""
     settings = load_settings({"kv_cache_tokens": str(49 * GIB // 4096)})
-    facts = replace(facts_of(embedded, settings), token_bytes=4096)
+    facts = facts_of(embedded, settings)
+    facts = replace(facts, layout=replace(facts.layout, layers={0: KVShape(1, 512, 512)}))
     with pytest.raises(SettingsError, match="kv_cache_tokens: the pages of the KV cache need 49"):
         plan_serving(settings, facts)
 

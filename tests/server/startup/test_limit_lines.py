@@ -22,7 +22,8 @@ from ropewalk.server.startup.planning.banner_lines import (
     self_check_line,
 )
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_serving
+from ropewalk.server.startup.planning.serving_plan import plan_serving
+from tests.doubles.planned import model_facts
 
 TWO = """[
     {"name": "a", "allowed_rope_types": ["yarn", "linear"], "max_rope_factor": 2},
@@ -33,7 +34,7 @@ TWO = """[
 def plan_lines(embedded: Checkpoint, **flags: str) -> list[str]:
     """The banner's lines about the deployments."""
     settings = load_settings({"kv_cache_tokens": "65536", **flags})
-    return describe(plan_serving(settings, ModelFacts(embedded.native, 8192, 0)))
+    return describe(plan_serving(settings, model_facts(settings, embedded.native, 8192)))
 
 
 def test_each_deployment_tells_its_own_rules(embedded: Checkpoint) -> None:
@@ -118,7 +119,7 @@ def test_a_block_of_the_checkpoint_that_scales_by_length_is_told(
     )
     # Of the embedded model, the server would choose the scaling itself.
     settings = load_settings({"model": "some/model", "kv_cache_tokens": "65536", **flags})
-    lines = describe(plan_serving(settings, ModelFacts(native, 8192, 0)))
+    lines = describe(plan_serving(settings, model_facts(settings, native, 8192)))
     assert f"    scaling        yarn, {policy}" in lines
     assert f"    tiers          {tiers}" in lines
     warnings = [line for line in lines if line.startswith("    warning ")]
@@ -325,8 +326,9 @@ def test_the_limits_of_a_step_follow_the_device(
 ) -> None:
     """The banner and `config check` name them, and the duration of a step with prompts."""
     memory = None if gpu_gib is None else int(gpu_gib * GIB)
-    facts = ModelFacts(embedded.native, 1024, 64 * 2**20, gpu_bytes=memory)
-    plan = plan_serving(load_settings(stated), facts)
+    settings = load_settings(stated)
+    facts = model_facts(settings, embedded.native, 1024, 64 * 2**20, gpu_bytes=memory)
+    plan = plan_serving(settings, facts)
     config = plan.config
     assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
     seconds = 0.1 if gpu_gib is None else 0.25
@@ -339,7 +341,8 @@ def test_the_limits_of_a_step_follow_the_device(
 
 def test_a_target_that_is_stated_holds_on_a_gpu(embedded: Any) -> None:
     """0 is none."""
-    facts = ModelFacts(embedded.native, 1024, 64 * 2**20, gpu_bytes=140 * GIB)
     for stated, expected in (("0.05", 0.05), ("0", None)):
-        plan = plan_serving(load_settings({"step_target_seconds": stated}), facts)
+        settings = load_settings({"step_target_seconds": stated})
+        facts = model_facts(settings, embedded.native, 1024, 64 * 2**20, gpu_bytes=140 * GIB)
+        plan = plan_serving(settings, facts)
         assert plan.config.step_target_s == expected

@@ -135,5 +135,5 @@ def test_the_commands_print_what_a_load_finds(kind: str, tmp_path: Path) -> None
     plan = loaded.served.plan
     assert report["native_len"] == loaded.checkpoint.native.trained.native_len
     assert report["rope_theta"] == loaded.checkpoint.native.rotary.rope_theta
-    assert report["costs"]["kv_bytes_per_token"] == plan.token_bytes
+    assert report["costs"]["kv_bytes_per_token"] == plan.layout.token_bytes
     assert report["costs"]["num_parameters"] == _num_numbers(model)

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,11 @@ from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, plan_layout, plan_serving
+from ropewalk.server.startup.planning.serving_plan import plan_layout, plan_serving
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written
 from tests.checkpoints.tiny_models import tiny_config
+from tests.doubles.planned import model_facts
 from tests.servers.processes import run_here, run_to_end
 
 _SINKS = {
@@ -187,11 +187,13 @@ def test_host_memory_of_a_gpu_is_looked_at_before_the_load(
     embedded: Checkpoint, gib: str, sentence: str
 ) -> None:
     """Also where the cache is sized by a measurement that needs the loaded model."""
-    facts = ModelFacts(embedded.native, 1024, 0, host=MachineMemory(8 * _GIB, 8 * _GIB))
     settings = load_settings({"kv_offload_gib": gib})
+    on_gpu = {"gpu_bytes": 80 * _GIB, "host": MachineMemory(8 * _GIB, 8 * _GIB)}
+    facts = model_facts(settings, embedded.native, **on_gpu)
     with pytest.raises(ModelError, match=sentence):
         plan_layout(settings, facts)
-    plan_layout(settings, replace(facts, token_bytes=1, host=MachineMemory(10 * _GIB, 10 * _GIB)))
+    larger = {**on_gpu, "host": MachineMemory(10 * _GIB, 10 * _GIB)}
+    plan_layout(settings, model_facts(settings, embedded.native, 8, **larger))
 
 
 def test_a_device_without_kernels_seals_no_pages() -> None:

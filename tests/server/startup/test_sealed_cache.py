@@ -1,5 +1,6 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -10,28 +11,22 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.sealed.own_pages import own_pages
-from ropewalk.model_runtime.attention.sealed.page_format import (
-    most_staged,
-    open_bytes,
-    rounds,
-    stage_page_bytes,
-    token_bytes,
-)
+from ropewalk.model_runtime.attention.sealed.page_format import most_staged
 from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.options import InspectOptions
 from ropewalk.studies.inspection.report import inspect_model
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.planned import model_facts
 
 GIB, MIB = 2**30, 2**20
 
@@ -39,26 +34,13 @@ GIB, MIB = 2**30, 2**20
 def planned(embedded: Checkpoint, **settings: str) -> ServingPlan:
     """A plan for 30 layers of 3 heads of 64 dimensions, which are those of SmolLM2-135M."""
     found = load_settings(settings)
-    layers = dict.fromkeys(range(30), _Layer())
-    form = layers, _Float32(), found.kv_cache_dtype, found.page_size
-    facts = ModelFacts(
-        embedded.native,
-        token_bytes(*form),
-        4 * GIB,
-        memory=MachineMemory(64 * GIB, 64 * GIB),
-        open_bytes=open_bytes(*form),
-        stage_page_bytes=stage_page_bytes(*form),
-        rounds=rounds(_Float32(), found.kv_cache_dtype),
-    )
-    return plan_serving(found, facts)
+    return plan_serving(found, _facts(found, embedded))
 
 
-class _Layer:
-    num_key_heads, key_dim, value_dim = 3, 64, 64
-
-
-class _Float32:
-    itemsize = 4
+def _facts(settings: ServeSettings, embedded: Checkpoint, **more: Any) -> ModelFacts:
+    facts = model_facts(settings, embedded.native, affordable_bytes=4 * GIB, **more)
+    layers = dict.fromkeys(range(30), KVShape(3, 64, 64))
+    return replace(facts, layout=replace(facts.layout, layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +53,12 @@ def test_a_gib_holds_more_tokens(
     """Open pages count: 2.8 MiB for each sequence."""
     size = {"kv_cache_gib": "1", "max_num_seqs": "8"}
     exact, few = planned(embedded, **size), planned(embedded, **size, kv_cache_dtype=kind)
-    assert few.token_bytes == num_bytes
-    assert few.open_bytes == 8 * 64 * 46_080
-    assert few.stage_bytes == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
+    assert few.layout.token_bytes == num_bytes
+    parts = few.cache_parts
+    assert parts["open"] == 8 * 64 * 46_080
+    assert parts["stage"] == (8 + (2048 - 16) // 64) * 64 * 1536  # of one layer
     assert few.capacity >= least_ratio * exact.capacity
     assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
-    parts = few.cache_parts
     assert list(parts) == ["pages", "open", "stage"]
     assert sum(parts.values()) == few.cache_bytes
     line = describe(few)[-1]
@@ -128,9 +110,7 @@ def test_an_engine_refuses_what_the_settings_refuse(embedded: Checkpoint) -> Non
 
 def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do the checks before a load; the format knows the dimensions of the layers' values."""
-    layer = _Layer()
-    layer.value_dim = 15
-    monkeypatch.setattr(ModelConfig, "layers", lambda _: {0: layer})
+    monkeypatch.setattr(ModelConfig, "layers", lambda _: {0: KVShape(3, 64, 15)})
     settings = load_settings({"kv_cache_dtype": "k8v4"})
     for plans in (outlook_of, refuse_ahead):
         with pytest.raises(ModelError, match="a layer of this model has 15: use int8 or auto"):
@@ -138,23 +118,19 @@ def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_seals_pages_and_rounds_none(embedded: Checkpoint) -> None:
-    """A plan for a GPU has no machine's memory. Its parts are counted as on a CPU."""
-    plans = []
-    for memory in (None, MachineMemory(64 * GIB, 64 * GIB)):
-        settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1"})
-        facts = ModelFacts(
-            *(embedded.native, 6840, 4 * GIB),
-            memory=memory,
-            open_bytes=64 * 46_080,
-            stage_page_bytes=64 * 1536,
-        )
-        plans.append(plan_serving(settings, facts))
+    """The parts of a plan for a GPU are counted as on a CPU."""
+    steps = {"max_num_seqs": "32", "max_num_batched_tokens": "2048"}
+    settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1", **steps})
+    plans = [
+        plan_serving(settings, _facts(settings, embedded, gpu_bytes=total))
+        for total in (80 * GIB, None)
+    ]
     assert plans[0].cache_parts == plans[1].cache_parts
     assert list(plans[0].cache_parts) == ["pages", "open", "stage"]
     assert describe(plans[0])[-1] == describe(plans[1])[-1]
     settings = load_settings({"kv_cache_dtype": "bfloat16"})
     with pytest.raises(SettingsError, match="on a GPU it must be auto, int8, k8v4, int4"):
-        plan_serving(settings, ModelFacts(embedded.native, 1024, GIB))
+        plan_serving(settings, _facts(settings, embedded, gpu_bytes=80 * GIB))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "q8_0"])
@@ -194,7 +170,7 @@ def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch)
     settings = load_settings({})
     plan = outlook_of(settings).plan
     report: Any = inspect_model(settings, InspectOptions(memory_gib=1.0))
-    assert f"cache            {plan.token_bytes} bytes a token: " in report.text
+    assert f"cache            {plan.layout.token_bytes} bytes a token: " in report.text
     assert " in k8v4\n" in report.text
     assert "open page        " in report.text
     assert "step             " in report.text
@@ -208,8 +184,8 @@ def test_resident_tensors_are_what_the_plan_counts(
     engine = engines.over(
         embedded, page_size=64, kv_cache_dtype="int4", kv_cache_tokens=4096, max_num_seqs=5
     )
-    form = embedded.plans, embedded.dtype, "int4", 64
-    counted = 4096 * token_bytes(*form) + 5 * open_bytes(*form)
+    layout = embedded.cache_layout(64, "int4")
+    counted = 4096 * layout.token_bytes + 5 * layout.open_bytes
     assert engine._core._runner.store.num_bytes == counted
 
 
@@ -217,7 +193,7 @@ def test_bfloat16_holds_twice_the_tokens_of_float32(embedded: Checkpoint) -> Non
     """No page is sealed, so nothing is held beside the pages."""
     exact = planned(embedded, kv_cache_gib="1")
     few = planned(embedded, kv_cache_gib="1", kv_cache_dtype="bfloat16")
-    assert (few.token_bytes, list(few.cache_parts)) == (23_040, ["pages"])
+    assert (few.layout.token_bytes, list(few.cache_parts)) == (23_040, ["pages"])
     assert 0 <= few.capacity - 2 * exact.capacity <= 64
     assert describe(few)[-1] == (
         "    format         bfloat16, 23040 bytes a token (auto: 46080); keys and values are "
@@ -229,7 +205,7 @@ def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
     """The dry run reads the number type of the model."""
     plan = outlook_of(load_settings({"kv_cache_dtype": "bfloat16", "dtype": "bfloat16"})).plan
     exact = outlook_of(load_settings({"dtype": "bfloat16"})).plan
-    assert plan.token_bytes == exact.token_bytes
+    assert plan.layout.token_bytes == exact.layout.token_bytes
     line = "    format         bfloat16, the numbers of the model: the same as auto"
     assert line in describe(plan)
     assert not any("format" in each for each in describe(exact))

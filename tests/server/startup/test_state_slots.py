@@ -17,16 +17,15 @@ from ropewalk.model_runtime.loading.config_values import (
     text_values,
 )
 from ropewalk.model_runtime.loading.model_config import read_model_config
-from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.planned_deployments import plan_deployments
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
+from ropewalk.server.startup.planning.serving_plan import ServingPlan, plan_serving
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
 from tests.checkpoints.tiny_models import tiny_config, tiny_model
 from tests.doubles.engines import checkpoint_of, tiny_checkpoint
+from tests.doubles.planned import model_facts
 from tests.doubles.tokens import byte_tokenizer_fast
 
 MIB = 2**20
@@ -34,8 +33,9 @@ MIB = 2**20
 
 def planned(embedded: Any, **settings: str) -> ServingPlan:
     """A plan of a model with slots of a MiB, and a KiB for each token, on 64 MiB."""
-    facts = ModelFacts(embedded.native, 1024, 64 * MIB, slot_bytes=MIB)
-    return plan_serving(load_settings(settings), facts)
+    found = load_settings(settings)
+    facts = model_facts(found, embedded.native, 1024, 64 * MIB, slot_bytes=MIB)
+    return plan_serving(found, facts)
 
 
 def test_slots_and_pages_share_the_memory_of_the_cache(embedded: Any) -> None:
@@ -89,7 +89,7 @@ def test_a_config_tells_the_states_that_a_load_finds(architecture: str) -> None:
     """Planning reads no weights."""
     told = state_shapes(text_values(tiny_config(architecture)))
     assert told == tiny_checkpoint(architecture).states
-    assert bytes_per_state(told) > 0
+    assert all(each.num_bytes > 0 for each in told.values())
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +108,8 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     lines = outlook_lines(settings, outlook)
     assert any("states" in line and "9 slots" in line for line in lines)
     assert any("drafts           up to 15 tokens if" in line for line in lines)
-    deployments = plan_deployments(settings, outlook.outline.native())
-    costs = costs_of(outlook.outline, deployments, 64, None, max_chunk=512)
-    assert costs.state_bytes == bytes_per_state(outlook.outline.states())
+    costs = costs_of(outlook.outline, outlook.plan.layout, 512, None, max_chunk=512)
+    assert costs.state_bytes == outlook.plan.layout.slot_bytes > 0
     assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))
 
 
@@ -131,17 +130,16 @@ def test_a_gpu_without_triton_is_refused_before_weights_are_read(
 def test_the_slots_of_a_gpu_are_beside_what_a_step_was_measured_to_need(embedded: Any) -> None:
     """The measured step has one slot only, and there is none for drafts."""
     memory = MemoryProfile(1000 * MIB, 20 * MIB, 600 * MIB, 60 * MIB, 20 * MIB)
-    facts = ModelFacts(
-        embedded.native, 1024, 200 * MIB, lambda *_: memory, slot_bytes=MIB, drafts_states=False
-    )
-    asked = {"max_num_seqs": "8", "gpu_memory_utilization": "0.9"}
-    plan = plan_serving(load_settings({**asked, "max_num_seqs": "64"}), facts)
+    on_gpu = {"gpu_bytes": 1000 * MIB, "measure": lambda *_: memory}
+    settings = load_settings({"max_num_seqs": "64", "gpu_memory_utilization": "0.9"})
+    facts = model_facts(settings, embedded.native, 1024, 200 * MIB, slot_bytes=MIB, **on_gpu)
+    plan = plan_serving(settings, facts)
     assert plan.config.num_state_slots == 100  # half of what may be affordable
     assert plan.config.max_draft_tokens == 0
     assert plan.cache_bytes == 200 * MIB
     assert plan.capacity == 100 * 1024
     with pytest.raises(SettingsError, match=r"max_draft_tokens: must be 0 .* on a GPU, got 3"):
-        plan_serving(load_settings({**asked, "max_draft_tokens": "3"}), facts)
+        plan_serving(load_settings({"max_draft_tokens": "3"}), facts)
 
 
 def test_a_hybrid_on_a_gpu_is_planned_with_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,8 @@ def test_a_hybrid_on_a_gpu_is_planned_with_its_slots(monkeypatch: pytest.MonkeyP
     checkpoint = tiny_checkpoint("qwen3_5_text")
     on_gpu = replace(checkpoint, device=torch.device("cuda:0"))
     facts = facts_of(on_gpu, load_settings({}))
-    assert facts.slot_bytes == bytes_per_state(checkpoint.states) > 0
-    assert not facts.drafts_states
+    assert facts.layout.slot_bytes > 0
+    assert facts.is_on_gpu
 
 
 def test_a_class_that_is_served_nowhere_is_not_promised_on_a_cpu() -> None:

@@ -6,21 +6,18 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.engine.build_engine import build_runner
-from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
-from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
+from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.rope import NativeRope, native_rope
-from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
-from ropewalk.server.startup.planning.held_windows import planned_groups
 from ropewalk.server.startup.planning.model_facts import facts_of
-from ropewalk.server.startup.planning.planned_deployments import plan_deployments
-from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
+from ropewalk.server.startup.planning.serving_plan import ServingPlan, plan_serving
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
 from tests.checkpoints.tiny_models import tiny_config
 from tests.doubles.engines import tiny_checkpoint
+from tests.doubles.planned import model_facts
 
 MEMORY = 64 * 2**20
-SHAPE = KVShape(1, 256, 256)
 GEMMA = {index: None if index % 6 == 5 else 512 for index in range(18)}
 TOKEN_BYTES = 18 * 512 * 4
 PLAIN = '{"rope_type": "default"}'
@@ -39,9 +36,8 @@ def plan_of(
     **settings: str,
 ) -> ServingPlan:
     """The plan of a model with these windows."""
-    found: ServeSettings = load_settings({"rope_scaling": PLAIN, **settings})
-    shapes = dict.fromkeys(windows, SHAPE)
-    facts = ModelFacts(native(length), token_bytes, MEMORY, windows=windows, shapes=shapes)
+    found = load_settings({"rope_scaling": PLAIN, **settings})
+    facts = model_facts(found, native(length), token_bytes, MEMORY, windows=windows)
     return plan_serving(found, facts)
 
 
@@ -52,14 +48,14 @@ def test_a_long_context_fits_a_fifth_of_the_memory() -> None:
     assert plan.config.num_groups == 6
     assert plan.capacity == 2**28 // TOKEN_BYTES // 64 * 64
     assert deployment.max_len == plan.config.max_model_len == 32768
-    assert plan.cache_bytes == plan.config.num_pages * plan.page_bytes
+    assert plan.cache_bytes == plan.config.num_pages * plan.layout.page_bytes
     lines = describe(plan)
     assert (
         "    windows        of 18 layers 15 keep 512 tokens; 36864 bytes a token, 6144 beyond the "
         "windows; a context of 32768 tokens takes 226 MiB at most"
     ) in lines
     whole = plan_of(dict.fromkeys(GEMMA), kv_cache_gib="0.25")
-    assert whole.config.page_groups is None
+    assert not whole.layout.groups.has_windows
     assert whole.deployments[0].max_len == whole.capacity < 8192
     assert not any("windows" in line for line in describe(whole))
 
@@ -83,13 +79,8 @@ def test_the_banner_says_why_windows_are_not_held(
     if "kv_disk" in settings:
         settings = {**settings, "kv_disk": str(tmp_path / "disk"), "kv_disk_gib": "1"}
     windows = {index: 512 if index else None for index in range(62)} if not settings else GEMMA
-    found = load_settings(settings)
-    shapes = dict.fromkeys(windows, SHAPE)
-    facts = ModelFacts(
-        native(), 4096, MEMORY, memory=machine_memory(), windows=windows, shapes=shapes
-    )
-    plan = plan_serving(found, facts)
-    assert plan.config.page_groups is None
+    plan = plan_of(windows, 4096, **settings)
+    assert not plan.layout.groups.has_windows
     line = f"    windows        not held, all layers keep all tokens: {reason}"
     assert line in describe(plan)
 
@@ -134,17 +125,15 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
     """The longest context takes less than its tokens in all layers."""
     config = tiny_config("gemma3_text", max_position_embeddings=4096)
     outline = ModelConfig("there", config, torch.float32, torch.device("cpu"), has_weights=False)
-    settings = load_settings({"rope_scaling": PLAIN})
-    deployments = plan_deployments(settings, outline.native())
-    shapes = outline.layers()
-    found = planned_groups(outline.windows(), shapes, 4096, has_states=False)
-    costs = costs_of(outline, deployments, 16, None, max_chunk=64, windows=found)
+    layout = outline.cache_layout(16, "auto")
+    held = layout.with_windows(outline.windows(), 4096)
+    costs = costs_of(outline, held, 4096, None, max_chunk=64)
     assert costs.kv_windows == "of 4 layers 3 keep 24 tokens"
     assert costs.kv_bytes_beyond_windows == costs.kv_bytes_per_token // 4
     page_bytes = 16 * costs.kv_bytes_per_token // 4
     assert costs.longest_context_bytes == (4096 // 16 + 3 * (-(-(24 + 64) // 16) + 2)) * page_bytes
     assert "1.09 MiB of cache for one sequence" in "\n".join(cost_lines(costs, "cpu"))
-    whole = costs_of(outline, deployments, 16, None, max_chunk=64)
+    whole = costs_of(outline, layout, 4096, None, max_chunk=64)
     assert whole.kv_windows is None
     assert whole.longest_context_bytes == 4096 * whole.kv_bytes_per_token
 
@@ -160,7 +149,7 @@ def test_resident_tensors_are_what_the_plan_counts(name: str, kind: str) -> None
     settings = load_settings({"rope_scaling": PLAIN, "max_num_batched_tokens": "64", **given})
     facts = facts_of(checkpoint, settings)
     plan = plan_serving(settings, facts)
-    assert plan.config.page_groups is not None
+    assert plan.layout.groups.has_windows
     store = build_runner(checkpoint, plan.config).store
-    assert store.num_bytes == plan.cache_bytes - plan.stage_bytes
+    assert store.num_bytes == plan.cache_bytes - plan.cache_parts.get("stage", 0)
     assert store.num_bytes <= 0.01 * 2**30

@@ -4,7 +4,7 @@ Shapes: N = sealed pages, X = open pages, K = key heads, R = bytes of a record, 
 open page of one head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache, zeros
 from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages, own_pages
-from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
-from ropewalk.model_runtime.page_groups import LayerShape, PageGroups
 
 _CPU = torch.device("cpu")
 
@@ -34,14 +34,10 @@ class SealedCache(KVCache):
 
     def __init__(
         self,
-        layers: Mapping[int, LayerShape],
+        layout: CacheLayout,
         num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
         *,
-        form: PageFormat,
         num_open: int,
-        groups: PageGroups | None = None,
         has_kernels: bool = True,
         device: torch.device = _CPU,
         device_backend: Any = None,
@@ -51,30 +47,26 @@ class SealedCache(KVCache):
         `has_kernels`: whether the compiled kernels of a CPU read and write them.
         `device_backend`: the attention backend on another device; it has keys as rows.
         """
-        form.check(layers)
+        layout.check()
         self._has_kernels = has_kernels
         self._device_backend = device_backend
         self.row_keys = device_backend is not None
         self.device = device
         self.num_open = num_open
-        self.form = form
-        self._layers = layers
-        self.page_size = page_size
-        self.dtype = dtype
-        self.groups = groups
+        self.form = FORMATS[layout.format]
+        self.layout = layout
         self._pages = {}
         self.most_numbers = 0
         shared: dict[int, Tensor] = {}  # by the place of a layer in a page
-        for index, layer in layers.items():
-            record = form.record_bytes(layer, page_size)
-            numbers = page_size * (layer.key_dim + layer.value_dim)
-            place = index if groups is None else self.places[index][1]
+        for index, layer in layout.layers.items():
+            num_heads, (_, place) = layer.num_key_heads, self.places[index]
             if place not in shared:
-                shape = num_pages, layer.num_key_heads, record
+                shape = num_pages, num_heads, self.form.record_bytes(layer, self.page_size)
                 shared[place] = zeros(shape, torch.uint8, device)
-            opened = zeros((num_open, layer.num_key_heads, numbers), dtype, device)
+            numbers = self.page_size * (layer.key_dim + layer.value_dim)
+            opened = zeros((num_open, num_heads, numbers), self.dtype, device)
             self._pages[index] = shared[place], opened
-            self.most_numbers = max(self.most_numbers, layer.num_key_heads * numbers)
+            self.most_numbers = max(self.most_numbers, num_heads * numbers)
 
     def own_backend(self) -> Any:
         """Return the backend of sealed pages."""
@@ -113,7 +105,7 @@ class SealedCache(KVCache):
 
         found = {}
         for index, (records, opened) in self._pages.items():
-            layer = self._layers[index]
+            layer = self.layout.layers[index]
             sides = self.sides(layer.num_key_heads, layer.key_dim, layer.value_dim)
             found[index] = LayerPages(as_numpy(records), as_numpy(opened), sides)
         return found
@@ -123,7 +115,7 @@ class SealedCache(KVCache):
         """Return the addresses of sealed and of open pages by layer order, bits and groups."""
         form, rows = self.form, []
         for index in sorted(self._pages):
-            groups = form.value_groups(self._layers[index].value_dim)
+            groups = form.value_groups(self.layout.layers[index].value_dim)
             addresses = (each.data_ptr() for each in self._pages[index])
             rows.append([*addresses, form.key_bits, form.value_bits, groups])
         return np.array(rows, np.int64)

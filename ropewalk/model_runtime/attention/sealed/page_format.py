@@ -1,4 +1,4 @@
-"""The formats of sealed pages and their bytes; planning computes them without torch.
+"""The formats of sealed pages and their bytes; settings read them without torch.
 
 Shapes: see `cpu_kernels/sealed/records.py`.
 """
@@ -6,7 +6,6 @@ Shapes: see `cpu_kernels/sealed/records.py`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.token_bytes import NumberType, bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import Device, has_gpu_kernels
 from ropewalk.model_runtime.page_groups import LayerShape
@@ -75,24 +74,11 @@ FORMATS = {
 }
 EXACT = "auto"  # numbers of the served dtype, as they were written
 ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write
-_ROUNDED_BYTES = 2
 
 
 def seals(kv_cache_dtype: str) -> bool:
     """Return whether a cache of this setting holds full pages in few bits."""
     return kv_cache_dtype in FORMATS
-
-
-def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType) -> None:
-    """Raise ModelError if a model of these layers and this dtype has no pages in the format."""
-    if name == EXACT:
-        return
-    if str(dtype).removeprefix("torch.") == "float16":
-        raise ModelError(
-            f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
-        )
-    if seals(name):
-        FORMATS[name].check(layers)
 
 
 def refuse_sealed_on(device: Device, name: str) -> None:
@@ -104,31 +90,6 @@ def refuse_sealed_on(device: Device, name: str) -> None:
         )
 
 
-def rounds(dtype: NumberType, kv_cache_dtype: str) -> bool:
-    """Return whether the numbers of a model of this dtype are rounded when they are cached."""
-    return kv_cache_dtype == ROUNDED and dtype.itemsize > _ROUNDED_BYTES
-
-
-def token_bytes(
-    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
-) -> int:
-    """Return the cache bytes of one position over all layers, rounded up."""
-    if kv_cache_dtype == ROUNDED:
-        return bytes_per_token(layers, dtype) // dtype.itemsize * _ROUNDED_BYTES
-    if not seals(kv_cache_dtype):
-        return bytes_per_token(layers, dtype)
-    return -(-FORMATS[kv_cache_dtype].page_bytes(layers, page_size) // page_size)
-
-
-def stage_page_bytes(
-    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
-) -> int:
-    """Return the bytes of a staged page, which is of one layer; 0 if no page is sealed."""
-    if not seals(kv_cache_dtype):
-        return 0
-    return page_size * max(bytes_per_token({0: each}, dtype) for each in layers.values())
-
-
 def most_staged(num_tokens: int, num_sequences: int, page_size: int) -> int:
     """Return the most pages that a step stages: those that it fills beside its open pages.
 
@@ -136,10 +97,3 @@ def most_staged(num_tokens: int, num_sequences: int, page_size: int) -> int:
     """
     num_prompts = min(num_sequences, num_tokens // 2)
     return num_prompts and num_prompts + (num_tokens - 2 * num_prompts) // page_size
-
-
-def open_bytes(
-    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
-) -> int:
-    """Return the bytes of one sequence's open page over all layers; 0 if no page is sealed."""
-    return bytes_per_token(layers, dtype) * page_size if seals(kv_cache_dtype) else 0

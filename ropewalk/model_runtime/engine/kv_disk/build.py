@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
@@ -40,6 +41,7 @@ from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.engine.memory.machine_memory import machine_memory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.page_groups import ONE_GROUP
 
 _LEAST_BUFFERS = 4
 
@@ -57,7 +59,7 @@ def build_lower_store(checkpoint: Checkpoint, config: EngineConfig, store: KVCac
             "layers that keep a state, which pages of a prefix do not hold"
         )
     refuse_sizes(config, memory.num_bytes, machine_memory())
-    form = _unnamed(checkpoint, config, store, memory)
+    form = _unnamed(store, memory.num_bytes)
     counting = Counting()
     place, open_store = _opening(checkpoint, config, form, counting)
     below = None
@@ -67,9 +69,9 @@ def build_lower_store(checkpoint: Checkpoint, config: EngineConfig, store: KVCac
         place, open_store = _offloaded(config.kv_offload_gib, form, counting, opening, below)
     assert open_store is not None
     to_write, to_read = (_buffers(memory, most) for most in (WRITE_BYTES, READ_BYTES))
-    writer = Writer(place, open_store, _check_of(checkpoint, config, store), to_write, counting)
+    writer = Writer(place, open_store, _check_of(store.layout), to_write, counting)
     reader = Reader(to_read, counting, lambda key: writer.delete([key]), below)
-    return LowerStore(memory, writer, reader, counting, _used_bytes(config, memory.num_bytes))
+    return LowerStore(memory, writer, reader, counting, _used_bytes(store.layout, memory.num_bytes))
 
 
 # The name of a place, and how it is opened; None: there is none.
@@ -103,12 +105,10 @@ def _copies(device: torch.device, config: EngineConfig, store: KVCache) -> PageC
         ) from error
 
 
-def _used_bytes(config: EngineConfig, num_bytes: int) -> tuple[int, ...]:
+def _used_bytes(layout: CacheLayout, num_bytes: int) -> tuple[int, ...]:
     """Return the bytes of each group's layers in a page, which come before places without one."""
-    groups = config.page_groups
-    if groups is None:
-        return ()
-    return tuple(num_bytes * len(each) // groups.num_places for each in groups.layers)
+    num_places = len(layout.page_layers)
+    return tuple(num_bytes * len(each) // num_places for each in layout.layers_of_groups)
 
 
 def _opening(
@@ -160,7 +160,8 @@ def _offloaded(
 
 def _layout(config: EngineConfig) -> dict[str, object]:
     """Return which layers a page holds, if it does not hold all."""
-    return {} if config.page_groups is None else {"groups": config.page_groups.layers}
+    groups = config.page_groups
+    return {} if groups == ONE_GROUP else {"groups": groups.layers}
 
 
 def _folder(
@@ -189,28 +190,21 @@ def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
     return url.shown, lambda: ValkeyStore(url, make_format())
 
 
-def _check_of(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> IsFinite:
+def _check_of(layout: CacheLayout) -> IsFinite:
     """Return the check that a page's numbers are finite."""
-    if not config.seals_pages:
-        return plain_check(dtype_name(store.dtype))
-    sealed, layers, page_size = FORMATS[config.kv_cache_dtype], checkpoint.plans, config.page_size
+    if not layout.seals:
+        return plain_check(dtype_name(layout.number_type))
+    sealed, page_size = FORMATS[layout.format], layout.page_size
     return sealed_check(
         [
             Records(
-                layers[index].num_key_heads,
-                sealed.record_bytes(layers[index], page_size),
-                *sealed.parameter_bytes(layers[index], page_size),
+                each.num_key_heads,
+                sealed.record_bytes(each, page_size),
+                *sealed.parameter_bytes(each, page_size),
             )
-            for index in _held_layers(checkpoint, config)
+            for each in (layout.layers[index] for index in layout.page_layers)
         ]
     )
-
-
-def _held_layers(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, ...]:
-    """Return the layers of a page, or those that have the shapes of its layers."""
-    if config.page_groups is None:
-        return tuple(sorted(checkpoint.plans))
-    return max(config.page_groups.layers, key=len)
 
 
 def _buffers(memory: PageCopies, most_bytes: int) -> Buffers:
@@ -218,15 +212,14 @@ def _buffers(memory: PageCopies, most_bytes: int) -> Buffers:
     return Buffers(memory.num_bytes, most, memory.new_buffer)
 
 
-def _unnamed(
-    checkpoint: Checkpoint, config: EngineConfig, store: KVCache, memory: PageCopies
-) -> PageFormat:
+def _unnamed(store: KVCache, num_bytes: int) -> PageFormat:
     """Return the format of the pages without their identity."""
+    layout = store.layout
     return PageFormat(
         bytes(32),
-        config.page_size,
-        len(_held_layers(checkpoint, config)),
-        dtype_name(checkpoint.dtype) if config.kv_cache_dtype == EXACT else config.kv_cache_dtype,
+        layout.page_size,
+        len(layout.page_layers),
+        dtype_name(layout.dtype) if layout.format == EXACT else layout.format,
         store.row_keys,
-        memory.num_bytes,
+        num_bytes,
     )

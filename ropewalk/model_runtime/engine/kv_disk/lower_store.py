@@ -50,11 +50,11 @@ class LowerStore:
         writer: Writer,
         reader: Reader,
         counting: Counting,
-        num_used: tuple[int, ...] = (),
+        num_used: tuple[int, ...],
     ) -> None:
         """Combine the parts.
 
-        `num_used`: by group, the bytes of a page with its layers, which come first. Empty: all.
+        `num_used`: by group, the bytes of a page with its layers, which come first.
         """
         self._memory = memory
         self._num_used = num_used
@@ -146,8 +146,8 @@ class LowerStore:
         done = self._memory.copy_out(page, buffer)
         if done is not None:
             self._leaving.append((done, page, key))
-        num_used = self._num_used[group_of(key)] if self._num_used else None
-        self._writer.put(Copied(stored_key(key), depth, buffer, done, num_used))
+        num_used = self._num_used[group_of(key)]
+        self._writer.put(Copied(stored_key(key), depth, buffer, num_used, done))
         self._remember(key)
         return True
 

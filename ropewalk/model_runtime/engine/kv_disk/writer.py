@@ -46,8 +46,8 @@ class Copied(NamedTuple):
     key: bytes
     depth: int  # pages before it in its prefix
     buffer: Bytes
+    num_used: int  # bytes of layers; the rest is of other prompts
     done: Done | None = None  # None: the copy has ended
-    num_used: int | None = None  # bytes of layers; the rest is of other prompts. None: all
 
 
 class Writer:
@@ -138,8 +138,7 @@ class Writer:
             try:
                 if item.done is not None:
                     item.done.synchronize()
-                if item.num_used is not None:
-                    item.buffer[item.num_used :] = 0
+                item.buffer[item.num_used :] = 0
                 self._write(item)
             finally:
                 self.buffers.give(item.buffer)

@@ -20,9 +20,8 @@ from typing import Protocol
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.page_format import token_bytes
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.build_engine import build_runner, captures_graphs
+from ropewalk.model_runtime.engine.build_engine import build_runner, captures_graphs, layout_of
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -130,11 +129,9 @@ def profile_memory(
     before = meter.read()
     # No context is longer than a cache with all the memory left after the weights.
     room = int(before.total * utilization) - before.outside - before.allocated
-    form = checkpoint.plans, checkpoint.dtype, config.kv_cache_dtype, config.page_size
-    most = room // token_bytes(*form)
-    if config.page_groups is not None:
-        most = replace(config, kv_cache_tokens=max(most, config.page_size)).longest_context
-    context_len = min(config.max_model_len, max(most, config.page_size))
+    most = max(config.page_size, room // layout_of(checkpoint, config).token_bytes)
+    longest = replace(config, kv_cache_tokens=most).longest_context
+    context_len = min(config.max_model_len, max(longest, config.page_size))
     tried = replace(
         config,
         kv_cache_tokens=config.page_size,

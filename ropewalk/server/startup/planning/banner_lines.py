@@ -22,7 +22,7 @@ from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import LimitSettings
-from ropewalk.server.startup.planning.serving_plan import ServingPlan, memory_text
+from ropewalk.server.startup.planning.serving_plan import ServingPlan, memory_text, part_bytes
 from ropewalk.server.wording import counted
 
 if TYPE_CHECKING:
@@ -124,19 +124,20 @@ def describe(plan: ServingPlan) -> list[str]:
     lines += _window_lines(plan)
     lines += _format_lines(plan)
     if plan.config.kv_offload_gib is not None:
-        size = f"{plan.config.kv_offload_gib:g} GiB, {size_text(plan.token_bytes)} a token"
+        size = f"{plan.config.kv_offload_gib:g} GiB, {size_text(plan.layout.token_bytes)} a token"
         lines.append(f"    in host memory {size}")
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
-        lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
+        lines.append(f"    on disk        {size}, {size_text(plan.layout.token_bytes)} a token")
     if plan.config.kv_store is not None:
         place = _store_place(plan.config.kv_store)
-        lines.append(f"    in a store     {place}, {size_text(plan.token_bytes)} a token")
-    if plan.state_bytes:
-        slots = f"{plan.config.num_state_slots} slots of {size_text(plan.slot_bytes)}"
+        lines.append(f"    in a store     {place}, {size_text(plan.layout.token_bytes)} a token")
+    states_bytes = part_bytes(plan.layout, plan.config)["states"]
+    if states_bytes:
+        slots = f"{plan.config.num_state_slots} slots of {size_text(plan.layout.slot_bytes)}"
         others = "snapshots of prefixes" + (", and drafts" * (plan.config.max_draft_tokens != 0))
         lines.append(
-            f"  states           {size_text(plan.state_bytes)} in {slots}; at most "
+            f"  states           {size_text(states_bytes)} in {slots}; at most "
             f"{plan.config.max_num_seqs} sequences run, the other slots hold {others}"
         )
     if plan.memory is not None:
@@ -171,16 +172,16 @@ def _shortened(deployment: Deployment) -> list[str]:
 
 def _window_lines(plan: ServingPlan) -> list[str]:
     """Return the line about layers with a window; none if no layer has one that matters."""
-    groups, config = plan.config.page_groups, plan.config
-    if groups is None:
-        if plan.why_whole is None:
-            return []
-        return [f"    windows        not held, all layers keep all tokens: {plan.why_whole}"]
+    layout, config = plan.layout, plan.config
+    if layout.why_whole is not None:
+        return [f"    windows        not held, all layers keep all tokens: {layout.why_whole}"]
+    if not layout.groups.has_windows:
+        return []
     longest = min(config.max_model_len, config.longest_context)
-    size = config.num_held_pages(longest) * plan.page_bytes
+    size = config.num_held_pages(longest) * layout.page_bytes
     return [
-        f"    windows        {groups.text()}; {plan.token_bytes} bytes a token, "
-        f"{groups.beyond(plan.token_bytes)} beyond the windows; a context of {longest} tokens "
+        f"    windows        {layout.groups.text()}; {layout.token_bytes} bytes a token, "
+        f"{layout.bytes_beyond_windows} beyond the windows; a context of {longest} tokens "
         f"takes {size_text(size)} at most"
     ]
 
@@ -196,27 +197,28 @@ def _store_place(address: str) -> str:
 
 def _format_lines(plan: ServingPlan) -> list[str]:
     """Return the lines about the numbers of pages; none if they are those of the model."""
-    if plan.config.kv_cache_dtype == ROUNDED:
+    layout, num_seqs = plan.layout, plan.config.max_num_seqs
+    if layout.format == ROUNDED:
         text = f"{ROUNDED}, the numbers of the model: the same as auto"
-        if plan.rounds:
+        if layout.rounds:
             text = (
-                f"{ROUNDED}, {plan.token_bytes} bytes a token (auto: {2 * plan.token_bytes}); keys "
-                "and values are rounded when they are written"
+                f"{ROUNDED}, {layout.token_bytes} bytes a token (auto: {2 * layout.token_bytes}); "
+                "keys and values are rounded when they are written"
             )
         return [f"    format         {text}"]
-    if not plan.open_page_bytes:
+    if not layout.seals:
         return []
-    numbers = plan.open_page_bytes // plan.config.page_size
+    parts = part_bytes(layout, plan.config)
     lines = [
-        f"    format         {plan.config.kv_cache_dtype}, {plan.token_bytes} bytes a token (auto: "
-        f"{numbers}); {size_text(plan.open_bytes)} of open pages for {plan.config.max_num_seqs} "
-        f"sequences, {size_text(plan.stage_bytes)} of pages that a step fills"
+        f"    format         {layout.format}, {layout.token_bytes} bytes a token (auto: "
+        f"{layout.exact_bytes}); {size_text(parts['open'])} of open pages for {num_seqs} "
+        f"sequences, {size_text(parts['stage'])} of pages that a step fills"
     ]
-    both_bytes = plan.cache_bytes - plan.state_bytes
-    if plan.open_bytes > _LARGE_SHARE * both_bytes:
+    share = parts["open"] / (plan.cache_bytes - parts["states"])
+    if share > _LARGE_SHARE:
         lines.append(
-            f"    open pages     take {plan.open_bytes / both_bytes:.0%} of the cache: a lower "
-            f"max_num_seqs than {plan.config.max_num_seqs} holds more tokens in the same memory"
+            f"    open pages     take {share:.0%} of the cache: a lower max_num_seqs than "
+            f"{num_seqs} holds more tokens in the same memory"
         )
     return lines
 

@@ -8,7 +8,6 @@ from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.rope import NativeRope, Profile, RopeConfigError
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.planning.held_windows import windows_beside
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
@@ -107,8 +106,15 @@ def _needed(deployment: Deployment, config: EngineConfig) -> str:
     return (
         f"; {method.method} needs {kept + _step_tokens(config)} tokens for any length: {kept} "
         f"that it keeps, {config.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
-        f"four pages{windows_beside(config)}"
+        f"four pages{_windows_beside(config)}"
     )
+
+
+def _windows_beside(config: EngineConfig) -> str:
+    """Return a clause with the pages of windows; empty if none are held."""
+    step = config.page_size, config.max_num_batched_tokens
+    num_pages = config.page_groups.window_pages(*step)
+    return f", beside {num_pages} pages of the layers with a window" if num_pages else ""
 
 
 def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:

@@ -36,7 +36,8 @@ class Bench:
             pause=SimpleNamespace(is_on=False),
             used=lambda _: None,
         )
-        self.lower = LowerStore(memory, writer, reader, counting)
+        num_groups = self.scheduler.pages.num_groups
+        self.lower = LowerStore(memory, writer, reader, counting, (64,) * num_groups)
         self.lower.serve(self.scheduler.pages)
 
     def add(self, num_tokens: int, salt: str = "", priority: int = 0) -> Sequence:

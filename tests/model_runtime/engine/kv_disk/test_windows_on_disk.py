@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.page_groups import PageGroups
+from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, group_key
 from ropewalk.model_runtime.scheduling.read_plan import (
     pages_before,
@@ -100,7 +100,7 @@ def test_pages_of_other_groups_are_not_found(engines: EngineFactory, tmp_path: P
     """A page of all layers and one of a group have other identities."""
     checkpoint = with_weights(windowed("gemma3_text"), tmp_path / "model")
     asked = request(deployment_of(checkpoint), PROMPT, max_tokens=1)
-    for groups in (groups_of(checkpoint), None):
+    for groups in (groups_of(checkpoint), ONE_GROUP):
         server = Server(engines, checkpoint, tmp_path / "kv", page_groups=groups, **LIMITS)
         assert server.ask(asked)[1] == 0
         server.stop()

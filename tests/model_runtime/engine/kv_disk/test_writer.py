@@ -60,7 +60,7 @@ def writer_over(store: Noting, is_finite: IsFinite = lambda _: True) -> Writer:
 def put(writer: Writer, key: bytes) -> None:
     buffer = writer.buffers.take()
     assert buffer is not None
-    writer.put(Copied(key, 0, buffer))
+    writer.put(Copied(key, 0, buffer, len(buffer)))
 
 
 def serve_all(writer: Writer) -> None:
@@ -170,7 +170,7 @@ def test_places_without_a_layer_are_written_as_zeros_and_before_the_check() -> N
     buffer = writer.buffers.take()
     assert buffer is not None
     buffer.view(np.float32)[:] = 5, np.nan
-    writer.put(Copied(b"a", 0, buffer, None, num_used=4))
+    writer.put(Copied(b"a", 0, buffer, num_used=4))
     assert writer._serve_next()
     assert store.pages == {b"a": np.array([5, 0], np.float32).tobytes()}
 
