@@ -1,8 +1,8 @@
 """`python -m benchmarks.cache.kv_disk_decode MODEL`: the cost of writing while a model decodes.
 
 Two servers differ by a fifth for reasons of their own, such as where their memory lies. So there is
-one engine in one process. Its tier is taken out and put back while a few sequences decode. A window
-is so many steps that each sequence fills a page, which is copied, checked and written meanwhile.
+one engine in one process. Its lower store is taken out and put back while a few sequences decode. A
+window is so many steps that each sequence fills a page, which is copied, checked and written.
 
 A round has six windows: with, without, control, control, without, with. So a drift of the machine's
 speed and of the contexts' length cancels. `control` is one more `without`: its ratio is what the
@@ -74,14 +74,14 @@ class _Written(Observer):
     def __init__(self) -> None:
         self.num = self.num_dropped = 0
 
-    def tiered(self, counts: StoreCounts) -> None:
+    def pages_stored(self, counts: StoreCounts) -> None:
         """Add a report."""
         self.num += counts.pages["written"]
         self.num_dropped += counts.pages["dropped"]
 
 
 class Decoding:
-    """An engine whose tier can be taken out, stepped by this thread."""
+    """An engine whose lower store can be taken out, stepped by this thread."""
 
     def __init__(self, model: Path, folder: Path, num_seqs: int) -> None:
         """Load a model, and open the folder."""
@@ -99,11 +99,11 @@ class Decoding:
         self.written = _Written()
         engine: Any = build_engine(checkpoint, config, self.written)
         self._core: Any = engine._core  # noqa: SLF001  # its steps are timed one by one
-        self._tier: Any = self._core._tier  # noqa: SLF001
-        self._core.start_tier(lambda: None)
-        while self._tier._writer.store is None:  # noqa: SLF001  # it hashes the weights
+        self._lower_store: Any = self._core._lower_store  # noqa: SLF001
+        self._core.start_lower_store(lambda: None)
+        while self._lower_store._writer.store is None:  # noqa: SLF001  # it hashes the weights
             time.sleep(0.01)
-        self.page_bytes: int = self._tier._writer.store.form.file_bytes  # noqa: SLF001
+        self.page_bytes: int = self._lower_store._writer.store.form.file_bytes  # noqa: SLF001
 
     def begin(self, name: str) -> None:
         """Begin answers to prompts that follow the name, in place of those so far."""
@@ -117,13 +117,14 @@ class Decoding:
             core.step()
 
     def end(self) -> None:
-        """End the threads of the tier."""
-        self._tier.close(5.0)
+        """End the threads of the store."""
+        self._lower_store.close(5.0)
 
-    def window(self, *, has_tier: bool) -> Window:
+    def window(self, *, has_store: bool) -> Window:
         """Decode a page of each sequence."""
         core = self._core
-        core._tier = core.scheduler.pages.tier = self._tier if has_tier else None  # noqa: SLF001
+        store = self._lower_store if has_store else None
+        core._lower_store = core.scheduler.pages.lower_store = store  # noqa: SLF001
         self._wait_for_writer()
         num_before, writer_before = self.written.num, _thread_s(_thread_id(_WRITER))
         began_thread, times = time.thread_time(), [time.perf_counter()]
@@ -153,10 +154,10 @@ class Decoding:
             self._core.add(RequestState.of(request, self._tokenizer, frozenset(), _ignore))
 
     def _wait_for_writer(self) -> None:
-        self._tier._writer.delete([])  # noqa: SLF001  # taken when all before it is done
-        while not self._tier._writer._queue.empty():  # noqa: SLF001
+        self._lower_store._writer.delete([])  # noqa: SLF001  # taken when all before it is done
+        while not self._lower_store._writer._queue.empty():  # noqa: SLF001
             time.sleep(0.005)
-        self._core._step_tier()  # noqa: SLF001  # adds up what has been written
+        self._core._step_lower_store()  # noqa: SLF001  # adds up what has been written
 
 
 def _ignore(_: object) -> None:
@@ -203,7 +204,7 @@ def measure(decoding: Decoding) -> dict[str, Window]:
     """Return the sums of each way's windows in one round."""
     found: dict[str, list[Window]] = {}
     for way in _ROUND:
-        found.setdefault(way, []).append(decoding.window(has_tier=way == "with"))
+        found.setdefault(way, []).append(decoding.window(has_store=way == "with"))
     return {way: _sum(each) for way, each in found.items()}
 
 

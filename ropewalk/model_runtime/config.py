@@ -13,8 +13,8 @@ PAGE_UNIT = 32  # positions of a page in few bits are a multiple: two registers 
 MOST_DRAFT_ROWS = 64
 
 
-class _Tiered(Protocol):
-    """Settings of a tier of pages below the cache."""
+class _LowerStores(Protocol):
+    """Settings of stores of pages below the cache."""
 
     @property
     def kv_disk(self) -> Path | None: ...
@@ -26,8 +26,8 @@ class _Tiered(Protocol):
     def kv_offload_gib(self) -> float | None: ...
 
 
-def tier_setting(settings: _Tiered) -> str | None:
-    """Return the setting that asks for a tier of pages below the cache; None: there is none."""
+def lower_store_setting(settings: _LowerStores) -> str | None:
+    """Return the setting that asks for a lower store; None: there is none."""
     if settings.kv_store is not None:
         return "kv_store"
     if settings.kv_disk is not None:
@@ -98,9 +98,9 @@ class EngineConfig:
         return self.page_groups.num_held(num_pages, *step, num_whole=whole)
 
     @property
-    def tier_setting(self) -> str | None:
-        """Return the setting that asks for a tier of pages below the cache; None: there is none."""
-        return tier_setting(self)
+    def lower_store_setting(self) -> str | None:
+        """Return the setting that asks for a lower store; None: there is none."""
+        return lower_store_setting(self)
 
     @property
     def seals_pages(self) -> bool:

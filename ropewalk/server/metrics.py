@@ -34,7 +34,7 @@ from ropewalk.model_runtime.runner.step_timer import PARTS, Part
 from ropewalk.rope import Tier
 from ropewalk.server.version import own_commit, own_version
 
-if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+if TYPE_CHECKING:  # without a lower store, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
     from ropewalk.server.disk_metrics import DiskMetrics
 
@@ -146,7 +146,7 @@ class ByContext(Collector):
 
 
 def _disk_metrics(factory: MetricFactory, config: EngineConfig) -> "DiskMetrics":
-    from ropewalk.server import disk_metrics  # noqa: PLC0415  # not without the tier
+    from ropewalk.server import disk_metrics  # noqa: PLC0415  # not without a lower store
 
     has_place = config.kv_disk is not None or config.kv_store is not None
     has_memory = config.kv_offload_gib is not None
@@ -271,7 +271,7 @@ class Metrics(Observer):
                 "Share of the slots of states that sequences hold, 0 to 1.",
             )
         self._disk: DiskMetrics | None = None
-        if config.tier_setting is not None:
+        if config.lower_store_setting is not None:
             self._disk = _disk_metrics(factory, config)
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.capacity
@@ -371,7 +371,7 @@ class Metrics(Observer):
         """Record the slots in use, after `stepped`."""
         self._state_usage.set(num_used_slots / self._num_slots)
 
-    def tiered(self, counts: "StoreCounts") -> None:
+    def pages_stored(self, counts: "StoreCounts") -> None:
         if self._disk is not None:
             self._disk.add(counts)
 

@@ -48,7 +48,7 @@ def ask(url: str, prompt: list[int], **options: Any) -> tuple[Any, int]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """The tier's samples by name and label."""
+    """The store's samples by name and label."""
     lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
     return {
         line.rpartition(" ")[0].removeprefix("ropewalk_kv_disk_"): float(line.rpartition(" ")[2])

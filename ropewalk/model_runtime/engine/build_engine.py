@@ -88,13 +88,15 @@ def _built(
         )
         runner.capture_graphs(limits, cuda_recorder(checkpoint.device))
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
-    tier = None
-    if config.tier_setting is not None:
+    lower_store = None
+    if config.lower_store_setting is not None:
         from ropewalk.model_runtime.engine.kv_disk.build import build_lower_store  # noqa: PLC0415  # rare
 
-        tier = build_lower_store(checkpoint, config, runner.store)
+        lower_store = build_lower_store(checkpoint, config, runner.store)
     eos_token_ids = checkpoint.eos_token_ids
-    return Engine(runner, checkpoint.tokenizer, config, eos_token_ids, observer, tier=tier)
+    return Engine(
+        runner, checkpoint.tokenizer, config, eos_token_ids, observer, lower_store=lower_store
+    )
 
 
 def _slotted(config: EngineConfig, layout: CacheLayout) -> EngineConfig:

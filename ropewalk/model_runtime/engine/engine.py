@@ -28,7 +28,7 @@ from ropewalk.model_runtime.errors import EngineStoppedError
 from ropewalk.model_runtime.request import OnOutput, Output, Request
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+if TYPE_CHECKING:  # without a lower store, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.lower_store import LowerStore
 
 STOPPED = "the engine stopped"
@@ -48,12 +48,12 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         observer: Observer | None = None,
         *,
-        tier: "LowerStore | None" = None,
+        lower_store: "LowerStore | None" = None,
     ) -> None:
-        """Build an engine that has not started. `tier`: pages below the cache; None: none."""
+        """Build an engine that has not started. `lower_store`: None: none."""
         self._admission = AdmissionQueue(config)
         ended = self._admission.ended
-        self._core = EngineCore(runner, config, observer or Observer(), ended, tier)
+        self._core = EngineCore(runner, config, observer or Observer(), ended, lower_store)
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = eos_token_ids
@@ -90,7 +90,7 @@ class Engine:
         """
         self._on_death, self._after_step = on_death, after_step
         self._admission.open()
-        self._core.start_tier(lambda: self._commands.put(lambda: None))
+        self._core.start_lower_store(lambda: self._commands.put(lambda: None))
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -213,7 +213,7 @@ class Engine:
         self._core.fail_all(STOPPED)
         self._after_step()  # clients hear of it even if the device never answers
         self._drain()
-        self._core.close_tier(_LAST_WRITES_S)
+        self._core.close_lower_store(_LAST_WRITES_S)
         self._core.update_gauges()
 
     def _drain(self) -> None:

@@ -29,7 +29,7 @@ from ropewalk.model_runtime.scheduling.prefill_budget import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import StepPlan
 
-if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+if TYPE_CHECKING:  # without a lower store, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.lower_store import LowerStore
 
 _log = structlog.get_logger(__name__)
@@ -45,11 +45,11 @@ class EngineCore:
         config: EngineConfig,
         observer: Observer,
         on_end: Callable[[], None] = lambda: None,
-        tier: "LowerStore | None" = None,
+        lower_store: "LowerStore | None" = None,
     ) -> None:
         """Build a core without requests. `on_end` is called before a last output is delivered.
 
-        `tier`: that of pages below the cache; None: there is none.
+        `lower_store`: None: evicted pages are lost.
         """
         self._runner = runner
         self._observer = observer
@@ -70,10 +70,10 @@ class EngineCore:
         )
         self._is_retrying = False  # the previous step ran out of memory
         self._launcher = Launcher(
-            runner, self.scheduler, self._requests, self._clock, self._prepare_tier
+            runner, self.scheduler, self._requests, self._clock, self._prepare_lower_store
         )
         self._in_flight: InFlight | None = None  # launched before the last tokens were read
-        self._tier = tier
+        self._lower_store = lower_store
         self._computes = False  # the last step had a sequence
         self._speculator = Speculator.of(runner, config, self.scheduler.pages, observer)
 
@@ -87,34 +87,34 @@ class EngineCore:
 
     @property
     def patience_s(self) -> float | None:
-        """Return how long to wait for pages of the tier before the next step; None: not at all."""
-        if self._tier is None or self._computes or not self._tier.num_awaited:
+        """Return how long to wait for the lower store before the next step; None: not at all."""
+        if self._lower_store is None or self._computes or not self._lower_store.num_awaited:
             return None
-        return self._tier.patience_s
+        return self._lower_store.patience_s
 
-    def start_tier(self, wake: Callable[[], None]) -> None:
-        """Start the tier's threads, if there is one; they call `wake` when there is news."""
-        if self._tier is not None:
-            self._tier.start(self.scheduler.pages, wake)
+    def start_lower_store(self, wake: Callable[[], None]) -> None:
+        """Start the lower store's threads, if there is one; they call `wake` when there is news."""
+        if self._lower_store is not None:
+            self._lower_store.start(self.scheduler.pages, wake)
 
-    def close_tier(self, timeout_s: float) -> None:
-        """Let the tier write what it has noted, for so long at most."""
-        if self._tier is not None:
-            self._tier.close(timeout_s)
-            self._step_tier()
+    def close_lower_store(self, timeout_s: float) -> None:
+        """Let the lower store write what it has noted, for so long at most."""
+        if self._lower_store is not None:
+            self._lower_store.close(timeout_s)
+            self._step_lower_store()
 
-    def _step_tier(self) -> None:
-        """Let the tier copy pages, and report what it did."""
-        if self._tier is None:
+    def _step_lower_store(self) -> None:
+        """Let the lower store copy pages, and report what it did."""
+        if self._lower_store is None:
             return
-        counts = self._tier.stepped(is_busy=not self.is_idle)
+        counts = self._lower_store.stepped(is_busy=not self.is_idle)
         if counts is not None:
-            self._observer.tiered(counts)
+            self._observer.pages_stored(counts)
 
-    def _prepare_tier(self) -> None:
+    def _prepare_lower_store(self) -> None:
         """Let the next step wait for copies that it could disturb."""
-        if self._tier is not None:
-            self._tier.before_step()
+        if self._lower_store is not None:
+            self._lower_store.before_step()
 
     def add(self, state: RequestState) -> None:
         self._requests.add(state)
@@ -151,7 +151,7 @@ class EngineCore:
                 if self._states is not None:
                     self._states.free_draft_slot()
                 self.update_gauges()
-                self._step_tier()
+                self._step_lower_store()
         seconds = self._clock.take()
         if plan.chunks:
             self._observer.timed(seconds)
@@ -160,8 +160,8 @@ class EngineCore:
         if is_done:
             num_prefill = plan.num_prefill_tokens
             self._prefill_budget.note(num_prefill, sum(seconds.values()), plan.num_decode_rows)
-            if self._tier is not None:
-                self._tier.computed(num_prefill, sum(seconds.values()))
+            if self._lower_store is not None:
+                self._lower_store.computed(num_prefill, sum(seconds.values()))
         return len(plan.chunks)
 
     def update_gauges(self) -> None:

@@ -7,7 +7,7 @@ from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.rope import Tier
 
-if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+if TYPE_CHECKING:  # without a lower store, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.counts import StoreCounts
 
 
@@ -54,5 +54,5 @@ class Observer:
     def timed(self, seconds: Mapping[Part, float]) -> None:
         """Record the seconds of every part of a step that computed tokens."""
 
-    def tiered(self, counts: "StoreCounts") -> None:
-        """Record what the tier on disk did since the last call, and its state."""
+    def pages_stored(self, counts: "StoreCounts") -> None:
+        """Record what the lower store did since the last call, and its state."""

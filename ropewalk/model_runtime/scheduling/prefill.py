@@ -56,7 +56,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     Returns True if only the end of another sequence can let one more start.
     """
     queues, pages = step.queues, step.pages
-    # No sequence waits for a page that another one computes, or that the tier reads.
+    # No sequence waits for a page that another one computes, or that the lower store reads.
     are_all_ready = not pages.num_read_for
     in_flight = _InFlight(step)
     in_flight.note(queues.running)
@@ -78,7 +78,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
             continue
         if not pages.fits(sequence, found, queues.running):
             return are_all_ready  # no later sequence starts before the first that does not fit
-        if pages.tier is not None and pages.tier.holds_back(sequence, keys, found):
+        if pages.lower_store is not None and pages.lower_store.holds_back(sequence, keys, found):
             are_all_ready = False
             continue
         queues.start(sequence)

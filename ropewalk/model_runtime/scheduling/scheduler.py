@@ -107,8 +107,8 @@ class Scheduler:
         plan_decodes(step)
         most = self._most_running if starts_waiting or self.restarts_all else 0
         if most and self.waiting:
-            if self.pages.tier is not None:
-                self.pages.tier.collect(is_busy=bool(self.running))
+            if self.pages.lower_store is not None:
+                self.pages.lower_store.collect(is_busy=bool(self.running))
             self._is_full = start_waiting(step, most)
         self._plan_prefill(step, num_prefill_tokens)
         if step.plan.preempted or not starts_waiting:
@@ -197,8 +197,8 @@ class Scheduler:
         """Take a sequence out of its queue, and release what it holds."""
         self._queues.remove(sequence)
         self.pages.release(sequence)
-        if self.pages.tier is not None:
-            self.pages.tier.cancel(sequence)
+        if self.pages.lower_store is not None:
+            self.pages.lower_store.cancel(sequence)
         self._is_full = False
         self._most_running = self._config.max_num_seqs
 

@@ -98,7 +98,7 @@ class Sequence:
     # By group, the page after the last one that was released as never read again.
     ends_dropped: dict[int, int] = field(default_factory=dict)
     waits_for: Key | None = None  # the key of a page that another sequence computes
-    not_on_disk: Key | None = None  # the key of a missing page that the tier was last asked for
+    not_on_disk: Key | None = None  # the missing page that the lower store was last asked for
     open_page: int = 0  # of a running sequence, in a cache that seals pages
     state: HeldState | None = None  # None: it does not run, or the model has no states
     tier: Tier = field(init=False)  # the one in force for its newest token

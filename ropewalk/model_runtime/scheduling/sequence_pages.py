@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from ropewalk.model_runtime.page_groups import pages_of_window
+from ropewalk.model_runtime.scheduling.lower_pages import LowerPages
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
-from ropewalk.model_runtime.scheduling.page_tier import PageTier
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex, group_key
 from ropewalk.model_runtime.scheduling.sequence import HOLE, Kept, Sequence, most_pages
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
@@ -34,7 +34,7 @@ class SequencePages:
         self._max_chunk = max_chunk
         self.index = PrefixIndex()
         self.pool = PagePool(num_pages, self.index)
-        self.tier: PageTier | None = None  # None: evicted pages are lost
+        self.lower_store: LowerPages | None = None  # None: evicted pages are lost
         self._detained: list[list[int]] | None = None  # None: pages are released at once
 
     @property
@@ -105,12 +105,12 @@ class SequencePages:
 
     @property
     def num_read_for(self) -> int:
-        """Return the number of waiting sequences whose pages are held, and read from the tier."""
-        return 0 if self.tier is None else self.tier.num_awaited
+        """Return the number of waiting sequences whose pages are held for a read."""
+        return 0 if self.lower_store is None else self.lower_store.num_awaited
 
     def is_read_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence is one of them."""
-        return self.tier is not None and self.tier.reads_for(sequence)
+        return self.lower_store is not None and self.lower_store.reads_for(sequence)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
@@ -123,8 +123,8 @@ class SequencePages:
         return True
 
     def end_a_read(self, rank: tuple[int, int]) -> bool:
-        """Let go of the pages of the tier's last read, if its sequence comes after `rank`."""
-        return self.tier is not None and self.tier.end_last(rank)
+        """End the lower store's last read, if its sequence comes after `rank`."""
+        return self.lower_store is not None and self.lower_store.end_last(rank)
 
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's pages; it is computed from its start again."""
@@ -180,9 +180,9 @@ class SequencePages:
             found = found[: self.states.num_reusable(keys)]
             self.states.start(sequence, keys)
         self.pool.share([page for page in found if page != HOLE])
-        if self.tier is not None and found:
+        if self.lower_store is not None and found:
             places = [divmod(at, self.num_groups) for at, page in enumerate(found) if page != HOLE]
-            self.tier.used([(group_key(keys[at], group), at) for at, group in places])
+            self.lower_store.used([(group_key(keys[at], group), at) for at, group in places])
         sequence.pages = list(found)
         sequence.num_published = self.num_per_group(found)
         sequence.num_computed = sequence.num_published * self.page_size
@@ -272,8 +272,8 @@ class SequencePages:
                 page, key = sequence.pages[at * self.num_groups + group], group_key(keys[at], group)
                 if page != HOLE:
                     self.index.publish(page, key, None if group else texts[at])
-                    if self.tier is not None:
-                        self.tier.offer(key, at)
+                    if self.lower_store is not None:
+                        self.lower_store.offer(key, at)
         sequence.num_published = num_full
 
     def invalidate_prefix_cache(self, running: Iterable[Sequence]) -> None:
@@ -282,8 +282,8 @@ class SequencePages:
         self.index.clear()
         if self.states is not None:
             self.states.invalidate()
-        if self.tier is not None:
-            self.tier.distrust()
+        if self.lower_store is not None:
+            self.lower_store.distrust()
         for sequence in running:
             sequence.is_cacheable = False
 
@@ -296,8 +296,8 @@ class SequencePages:
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
             assert self.num_per_group(sequence.pages) * self.page_size >= sequence.num_computed
-        in_tier = [] if self.tier is None else [self.tier.held()]
-        held = (*(each.pages for each in running), *(self._detained or ()), *in_tier)
+        in_reads = [] if self.lower_store is None else [self.lower_store.held()]
+        held = (*(each.pages for each in running), *(self._detained or ()), *in_reads)
         for pages in held:
             for page in pages:
                 if page != HOLE:

@@ -108,7 +108,7 @@ class StepBuilder:
     def add(self, chunk: Chunk) -> bool:
         """Add a chunk and allocate its pages, preempting the last sequences if needed.
 
-        Reads from the tier for later sequences end first, because what they have read stays cached.
+        Reads from the lower store for later sequences end first: what they have read stays cached.
 
         Returns False if the chunk is empty or its own sequence was preempted. Raises
         TokensFirstError instead of preempting after a launched step.

@@ -67,7 +67,7 @@ class RequestStats(Body):
 
 
 class DiskStats(Body):
-    """The tier of pages on disk."""
+    """Pages on disk."""
 
     pages_read: int = Field(examples=[120])
     """Pages that were read."""
@@ -84,7 +84,7 @@ class DiskStats(Body):
     bytes: int = Field(examples=[33554432])
     """Bytes of the folder or of the store."""
     paused: bool
-    """Whether the tier is paused after an error."""
+    """Whether the store is paused after an error."""
 
 
 class OffloadStats(Body):
@@ -128,7 +128,7 @@ class Stats(Body):
     kv_cache_bytes: int = Field(examples=[67108864])
     """Bytes of the cache and of all that is beside its pages."""
     kv_disk: DiskStats | None
-    """The tier on disk, or null if there is none."""
+    """Pages on disk, or null if there is none."""
     kv_offload: OffloadStats | None
     """The pages in host memory, or null if there are none."""
     requests: list[RequestStats]
@@ -158,7 +158,7 @@ def read_stats(metrics: Metrics) -> Stats:
 
 
 def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
-    """Read the tier of pages on disk."""
+    """Read the samples of pages on disk."""
     pages = _by_event(samples[_DISK_PAGES])
 
     def values(name: str) -> list[int]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ropewalk.model_runtime.attention.sealed.page_format import EXACT, seals
-from ropewalk.model_runtime.config import PAGE_UNIT, tier_setting
+from ropewalk.model_runtime.config import PAGE_UNIT, lower_store_setting
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
 from ropewalk.server.settings.fields import Section
@@ -195,7 +195,7 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
         yield f"kv_disk_gib needs kv_disk, the folder, got {settings.kv_disk_gib:g}"
     if settings.kv_disk is not None and settings.kv_store is not None:
         yield f"kv_disk and kv_store exclude each other, got {settings.kv_disk} and a store"
-    name = tier_setting(settings)
+    name = lower_store_setting(settings)
     if name is not None and settings.tensor_parallel_size > 1:
         yield (
             f"{name} is for a model in one process, because each rank has a part of a page: "

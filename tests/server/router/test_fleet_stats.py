@@ -65,7 +65,9 @@ def test_host_memory_of_servers_is_added() -> None:
     found = [plain, earlier]
     for number in (1, 2):
         one = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
-        one.tiered(StoreCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number))
+        one.pages_stored(
+            StoreCounts(memory=Counter(read=number, evicted=4), num_memory_bytes=2**number)
+        )
         found.append(stats_of(one))
     assert summed_stats(found)["kv_offload"] == {"pages_read": 3, "pages_evicted": 8, "bytes": 6}
     assert "kv_offload" not in summed_stats([earlier])

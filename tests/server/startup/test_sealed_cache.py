@@ -221,7 +221,7 @@ def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
 def test_bfloat16_goes_with_more_than_sealed_pages(
     settings: dict[str, str], message: str | None
 ) -> None:
-    """Pages of any size, and a tier on disk."""
+    """Pages of any size, and a folder on disk."""
     if message is None:
         load_settings({**settings, "kv_cache_dtype": "bfloat16"})
         return

@@ -51,7 +51,7 @@ def build_lower_store(checkpoint: Checkpoint, config: EngineConfig, store: KVCac
 
     Raises ModelError if the cache cannot have one.
     """
-    name = config.tier_setting
+    name = config.lower_store_setting
     memory = _copies(checkpoint.device, config, store)
     if checkpoint.states:
         raise ModelError(
@@ -89,7 +89,7 @@ def _copies(device: torch.device, config: EngineConfig, store: KVCache) -> PageC
         return PageMemory(store.page_memory())
     if device.type != "cuda" or config.kv_offload_gib is None:
         raise ModelError(
-            f"{config.tier_setting} needs the model on a CPU, or on a GPU of CUDA with "
+            f"{config.lower_store_setting} needs the model on a CPU, or on a GPU of CUDA with "
             f"kv_offload_gib beside it, and it is on {device}"
         )
     from ropewalk.model_runtime.engine.kv_disk.offload.device_pages import (  # noqa: PLC0415  # rare
@@ -118,7 +118,7 @@ def _opening(
     if config.kv_disk is None and config.kv_store is None:
         return "host memory", None
     if checkpoint.source is None or not checkpoint.versions:
-        name = config.tier_setting
+        name = config.lower_store_setting
         raise ModelError(f"{name} needs the files of the weights, and the model has none")
     files = WeightFiles(checkpoint.source, checkpoint.versions)
 

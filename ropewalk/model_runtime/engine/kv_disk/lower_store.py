@@ -79,7 +79,7 @@ class LowerStore:
     def serve(self, pages: SequencePages) -> None:
         """Serve the owner of the cache's pages, without threads."""
         self._pages = pages
-        pages.tier = self
+        pages.lower_store = self
 
     @property
     def num_awaited(self) -> int:

@@ -15,7 +15,7 @@ from ropewalk.model_runtime.attention.sealed.page_format import (
     ROUNDED,
     most_staged,
 )
-from ropewalk.model_runtime.config import EngineConfig, tier_setting, with_slots
+from ropewalk.model_runtime.config import EngineConfig, lower_store_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
@@ -112,7 +112,7 @@ def plan_layout(
 
     Raises SettingsError or ModelError for all that is refused whatever the size of the cache is.
     """
-    _refuse_disk(settings, facts)
+    _refuse_lower_store(settings, facts)
     if settings.kv_cache_dtype == ROUNDED and facts.is_on_gpu:
         raise SettingsError(
             f"kv_cache_dtype {ROUNDED} needs the model on a CPU; on a GPU it must be "
@@ -122,7 +122,7 @@ def plan_layout(
     refuse_releases(profiles_of(deployments), facts.native.tables)
     longest = max(each.max_len for each in deployments)
     layout = facts.layout.with_windows(facts.windows, longest)
-    if tier_setting(settings) is not None:
+    if lower_store_setting(settings) is not None:
         from ropewalk.model_runtime.engine.kv_disk.least_sizes import (  # noqa: PLC0415  # rare
             refuse_sizes,
         )
@@ -131,9 +131,9 @@ def plan_layout(
     return deployments, layout
 
 
-def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
-    """Raise SettingsError if the model's cache can have no tier on disk."""
-    name = tier_setting(settings)
+def _refuse_lower_store(settings: ServeSettings, facts: ModelFacts) -> None:
+    """Raise SettingsError if the model's cache can have no lower store."""
+    name = lower_store_setting(settings)
     if name is None:
         return
     # The address of a store may hold a password.

@@ -41,7 +41,7 @@ class Disk(Observer):
         self.gauges = num_running, num_waiting, num_used_pages
         self.num_steps += 1
 
-    def tiered(self, counts: StoreCounts) -> None:
+    def pages_stored(self, counts: StoreCounts) -> None:
         """Add a report."""
         self.sum.pages += counts.pages
         self.sum.bad_files += counts.bad_files
@@ -84,7 +84,7 @@ class Server:
         elif place is not None:
             limits = {"kv_disk": place, "kv_disk_gib": 1.0, **config}
         self.engine: Engine = engines.over(checkpoint, observer=self.disk, **limits)
-        lower = self.engine._core._tier
+        lower = self.engine._core._lower_store
         assert lower is not None
         self.lower = lower
         wait_until(lambda: lower._writer.store is not None or lower._writer.is_off)

@@ -52,7 +52,7 @@ def told_by_stats(counts: StoreCounts) -> dict[str, Any]:
     """The answer of /stats of a server whose lower store has reported these counts."""
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, kv_offload_gib=GIB)
     metrics = Metrics(MetricFactory(), (64, 256), config, (), {"pages": 4096})
-    metrics.tiered(counts)
+    metrics.pages_stored(counts)
     found: dict[str, Any] = read_stats(metrics).model_dump(mode="json")
     return found
 

@@ -1,4 +1,4 @@
-"""The interface of the scheduler to a tier of pages below the cache."""
+"""The interface of the scheduler to a lower store, which has pages below the cache."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from ropewalk.model_runtime.scheduling.prefix_cache import Key
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 
 
-class PageTier(Protocol):
+class LowerPages(Protocol):
     """Pages of prefixes that outlive their place in the cache. For the engine's thread only."""
 
     def offer(self, key: Key, depth: int) -> None:
@@ -33,7 +33,7 @@ class PageTier(Protocol):
         """
 
     def holds_back(self, sequence: Sequence, keys: list[Key], found: list[int]) -> bool:
-        """Return whether a sequence should wait for pages of the tier.
+        """Return whether a sequence should wait for pages of the store.
 
         `keys` are those of the pages it could reuse, and `found` the pages that it would start
         with now. The caller has checked that all of its pages are available.
