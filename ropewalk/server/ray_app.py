@@ -21,11 +21,10 @@ def build(arguments: Mapping[str, Any]) -> "serve.Application":
     """
     from ropewalk.server.ray.deployments import application  # noqa: PLC0415  # Ray is an extra
 
-    for name in ("host", "port", "ssl_certfile", "ssl_keyfile", "ray_address"):
+    for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
         if name in arguments:
             raise SettingsError(
-                f"{name} belongs to Ray Serve here: set it for its proxy or cluster, got "
-                f"{arguments[name]!r}"
+                f"{name} belongs to Ray Serve here: set it for its proxy, got {arguments[name]!r}"
             )
     settings = load_settings({"replicas": 1, **arguments})
     key_table_of(settings)  # its problems are told at once

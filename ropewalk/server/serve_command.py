@@ -38,7 +38,7 @@ def serve(**flags: Any) -> None:
         keys = checked(settings)
         _refuse_before_listening(settings)
         if settings.replicas is not None:
-            from ropewalk.server.ray.serving import serve_on_ray  # noqa: PLC0415  # Ray is an extra
+            from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # Ray is an extra
 
             serve_on_ray(settings, keys, teller)
             return

@@ -1,10 +1,13 @@
-"""The addresses of the servers that run, as Ray tells them to this process.
+"""The addresses of the servers that run: Ray tells them to the request router of each handle.
 
-Ray makes its request router itself, so the two meet in one object of the process.
+Ray makes that router itself, so the two meet in one object of the process. Requests of clients do
+not pass it.
 """
 
 import threading
 from collections.abc import Callable, Iterable
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 Follower = Callable[[list[str]], None]
 
@@ -32,3 +35,24 @@ class Addresses:
 
 
 ADDRESSES = Addresses()  # of this process
+
+
+class AddressRouter(RequestRouter):
+    """Notes the addresses of the servers; the few calls of a handle go to any of them."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Learn of the replicas that run from now on."""
+        # Ray sends this class by value, with a copy of what it reads of its module.
+        from ropewalk.server.ray.addresses import ADDRESSES as OF_THIS_PROCESS  # noqa: PLC0415
+
+        super().update_replicas(replicas)
+        found = (each.replica_metadata.get("url") for each in self.curr_replicas.values())
+        OF_THIS_PROCESS.update(str(url) for url in found if url)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,  # noqa: ARG002
+    ) -> list[list[RunningReplica]]:
+        """Return all replicas in one rank."""
+        return [candidate_replicas]

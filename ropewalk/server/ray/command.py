@@ -1,17 +1,22 @@
-"""`ropewalk serve --replicas N`: a Ray cluster, or a part of one, with the servers on it."""
+"""`ropewalk serve --replicas N`: servers on a Ray cluster, and a router on the public socket."""
 
+import asyncio
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from ropewalk.server.ray.addresses import ADDRESSES
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.process.hangups import end_process
 from ropewalk.server.ray.sent_settings import new_router_key, route_settings_of
 from ropewalk.server.router.edge import Edge
+from ropewalk.server.sentences import DIED, Teller
 from ropewalk.server.settings.load import ServeSettings, SettingsError
+from ropewalk.server.startup.lifecycle import GracefulServer
+from ropewalk.server.startup.start import started
 
 _OWN_APPLICATION = "ropewalk"  # on a cluster of this machine
 _LOOPBACK = "127.0.0.1"
@@ -25,6 +30,49 @@ _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
 _OF_OWN_CLUSTER = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
 
 
+def serve_on_ray(settings: ServeSettings, keys: KeyTable, teller: Teller) -> None:
+    """Serve with a router in front of servers on Ray, until a signal ends it.
+
+    Raises SettingsError if the cluster or the model cannot be had, RuntimeError if a load fails
+    otherwise.
+    """
+    is_ready = False
+    with started(settings, keys, teller) as start:
+        replicas = Replicas(settings, start.listener, is_open=not keys.keys)
+
+        def load() -> Callable[[], Awaitable[None]]:
+            start.progress.enter("starting the replicas")
+            banner = replicas.start(lambda: server.should_exit, teller.say)
+
+            async def begin() -> None:
+                nonlocal is_ready
+                if banner is None:
+                    return
+                edge = replicas.edge()
+                with suppress(TimeoutError):  # the router waits for a server, too
+                    async with asyncio.timeout(_ANSWER_S):
+                        await edge.fleet.ready()
+                server.door.app = edge.app
+                server.serve_without_model(edge.end_requests)
+                is_ready = True
+                start.tell_ready(banner)
+
+            return begin
+
+        server = GracefulServer(settings, start.answers, lambda: server.load(load))
+        # A signal during the start must end what has begun on Ray.
+        server.serve_without_model(lambda: None)
+        start.hangups.refuse("replicas do not read settings again, restart the server")
+        try:
+            # In the main thread: Ray's processes end with the thread that starts them.
+            replicas.connect()
+            server.run([start.listener])
+        finally:
+            if server.force_exit:  # a second signal
+                end_process(DIED if server.has_died else 0)
+            replicas.end(at_once=not is_ready)
+
+
 class Replicas:
     """The servers on Ray, from their start to their end."""
 
@@ -36,7 +84,8 @@ class Replicas:
         self._is_open = is_open
         self._router_key = new_router_key()
         self._settings = settings
-        self._is_own = settings.ray_address is None
+        self._address = os.environ.get("RAY_ADDRESS")
+        self._is_own = not self._address
         # Others may serve on a cluster that was joined.
         self._name = _OWN_APPLICATION
         if not self._is_own:
@@ -44,7 +93,7 @@ class Replicas:
         self._is_connected = False
 
     def connect(self) -> None:
-        """Start a Ray cluster on loopback, or join one.
+        """Start a Ray cluster on loopback, or join the one that RAY_ADDRESS names.
 
         Raises SettingsError if the cluster cannot be had.
         """
@@ -56,18 +105,18 @@ class Replicas:
         self._is_connected = True
         try:
             if not self._is_own:
-                ray.init(self._settings.ray_address, **quiet)
+                ray.init(self._address, **quiet)
             else:
                 ray.init(
-                    "local",  # whatever RAY_ADDRESS says
+                    "local",  # not one that happens to run here
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     _node_ip_address=_LOOPBACK,
                     **quiet,
                 )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            where = self._settings.ray_address or "a cluster of this machine"
-            raise SettingsError(f"ray_address: cannot use {where}: {error}") from error
+            where = f"RAY_ADDRESS {self._address}" if self._address else "a cluster of this machine"
+            raise SettingsError(f"replicas: cannot use {where}: {error}") from error
 
     def start(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> str | None:
         """Start the servers, and return their banner when they are ready; None: `is_ending`.
@@ -96,6 +145,8 @@ class Replicas:
 
     def edge(self) -> Edge:
         """Return the router over the servers; call it on the event loop."""
+        from ropewalk.server.ray.addresses import ADDRESSES  # noqa: PLC0415
+
         is_open = self._is_open and self._settings.is_on_loopback
         edge = Edge(route_settings_of(self._settings, self._router_key), is_open=is_open)
         ADDRESSES.follow(edge.set_servers)

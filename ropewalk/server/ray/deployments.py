@@ -8,10 +8,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from ropewalk.server.ray.api_replica import ApiReplica
 from ropewalk.server.ray.sent_settings import (
-    SentSettings,
     most_replicas,
     new_router_key,
     num_gpus_of,
+    sent_settings,
     threads_of,
 )
 from ropewalk.server.ray.server_replica import ServerReplica
@@ -45,7 +45,7 @@ def servers(settings: ServeSettings, router_key: str, host: str | None = None) -
         name=SERVERS,
         max_constructor_retry_count=_MOST_STARTS,
         request_router_config=RequestRouterConfig(
-            request_router_class="ropewalk.server.ray.router.AddressRouter"
+            request_router_class="ropewalk.server.ray.addresses.AddressRouter"
         ),
         ray_actor_options={
             "num_cpus": 0 if num_gpus else min(threads_of(settings), (os.cpu_count() or 1) / most),
@@ -54,7 +54,7 @@ def servers(settings: ServeSettings, router_key: str, host: str | None = None) -
         **_lifetime(settings),
         **options,
     )
-    return deployment.bind(SentSettings.of(settings, router_key, host))
+    return deployment.bind(sent_settings(settings, router_key), host)
 
 
 def application(settings: ServeSettings) -> serve.Application:

@@ -2,9 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import has_nvidia_gpu
@@ -17,53 +14,30 @@ from ropewalk.server.settings.route_settings import (
     RouteSettings,
 )
 
-_OF_THE_EDGE = {"config", "host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts"}
+_OF_THE_EDGE = (
+    *("config", "host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts"),
+    *ReplicaSettings.model_fields,
+)
 # The router adds at most its key, an identity, a request id and the framing to a head.
 _SPARE_HEADER_BYTES = 2048
-_STEP_TOKENS = 2048  # the least of the defaults; the device of an actor is not known here
 _SPARE_CONNECTIONS = 16  # of a server, beside requests: looks at its health and its metrics
 
 
-@dataclass(frozen=True, slots=True)
-class SentSettings:
-    """Settings that go to an actor."""
-
-    stated: Mapping[str, Any] = field(repr=False)  # as a file would have them; has keys
-    host: str | None  # to listen on; None: the node's address
-    router_key: str = field(repr=False)
-    num_threads: int
-    max_step_tokens: int
-    shutdown_s: float
-    log_format: Literal["logfmt", "json", "console"]
-    log_level: Literal["debug", "info", "warning", "error"]
-
-    @classmethod
-    def of(
-        cls, settings: ServeSettings, router_key: str, host: str | None = None
-    ) -> "SentSettings":
-        """Return what each of the servers gets."""
-        num_threads = threads_of(settings)
-        edge = {*_OF_THE_EDGE, *ReplicaSettings.model_fields}
-        stated = settings.model_dump(mode="json", exclude_unset=True, exclude=edge)
-        own = {
-            "router_key": router_key,
-            "router_only": True,
-            "threads": num_threads,
-            # By the public address, not by its own.
-            "playground": "always" if has_playground(settings) else "never",
-            "max_connections": settings.max_connections + _SPARE_CONNECTIONS,
-            "max_header_bytes": settings.max_header_bytes + _SPARE_HEADER_BYTES,
-        }
-        return cls(
-            {**stated, **own},
-            host,
-            router_key,
-            num_threads,
-            settings.max_num_batched_tokens or _STEP_TOKENS,
-            settings.shutdown_timeout_seconds,
-            settings.log_format,
-            settings.log_level,
-        )
+def sent_settings(settings: ServeSettings, router_key: str) -> ServeSettings:
+    """Return the settings of each of the servers, but for their host."""
+    fields = ServeSettings.model_fields
+    own = {
+        "port": 0,
+        "router_key": router_key,
+        "router_only": True,
+        "threads": threads_of(settings),
+        # By the public address, not by its own.
+        "playground": "always" if has_playground(settings) else "never",
+        "max_connections": settings.max_connections + _SPARE_CONNECTIONS,
+        "max_header_bytes": settings.max_header_bytes + _SPARE_HEADER_BYTES,
+    }
+    defaults = {name: fields[name].default for name in _OF_THE_EDGE}
+    return settings.model_copy(update={**defaults, **own})
 
 
 def most_replicas(settings: ServeSettings) -> int:

@@ -8,10 +8,8 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import ray
 import structlog
@@ -19,14 +17,14 @@ import structlog
 from ropewalk.server.access.assigned_ids import KEY_HEADER
 from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.ray.autoscale import load_of
-from ropewalk.server.ray.sent_settings import SentSettings
 from ropewalk.server.router.upstream import LostError, Pool, Target
 from ropewalk.server.sentences import DIED, HINT, USAGE_ERROR
-from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
+from ropewalk.server.settings.load import TRACEBACK_VARIABLE, ServeSettings, SettingsError
 from ropewalk.server.settings.problems import ENV_PREFIX
 from ropewalk.server.settings.route_settings import SILENCE_S
 
-_LOOK_S = 1.0  # between two looks at the server
+_STILL_S = 2 * SILENCE_S  # without a word; then a server stands still
+_STEP_TOKENS = 2048  # the least of the defaults; the device is not known here
 _FAREWELL_S = 8.0  # for the server to end, after the time that running requests have
 
 _DRAINING = b'"draining"'  # the code in the body of /ready
@@ -37,29 +35,30 @@ _log = structlog.get_logger(__name__)
 class ServerReplica:
     """Starts a server, tells its address, and ends with it."""
 
-    async def __init__(self, sent: SentSettings) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Return when the server is ready. Raises what `_started` raises."""
-        log_to_stderr(sent.log_format, sent.log_level)
-        self._sent = sent
+    async def __init__(self, settings: ServeSettings, host: str | None) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Return when the server is ready. Raises what `_started` raises.
+
+        `host`: the address that it listens on; None: that of this node.
+        """
+        log_to_stderr(settings.log_format, settings.log_level)
+        self._settings = settings
         self._is_ending = False
-        self._problem: str | None = None
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "ropewalk.server.ray.server_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(sent.num_threads),
+            env=_environment(settings.threads),
             start_new_session=True,  # signals of a terminal are for the command
         )
-        stated = {**sent.stated, "host": sent.host or _own_address(), "port": 0}
+        stated = settings.model_dump(mode="json", exclude_unset=True)
+        stated["host"] = host or _own_address()
         assert self._process.stdin is not None
         # It stays open: the server ends when it closes.
         self._process.stdin.write(json.dumps(stated).encode() + b"\n")
         self._url, self._banner = await self._started()
-        parts = urlsplit(self._url)
-        target = Target(str(parts.hostname), int(parts.port or 0), parts.netloc)
-        self._pool = Pool(target, None, SILENCE_S)
-        self._tasks = [asyncio.ensure_future(each) for each in (self._end_with_it(), self._watch())]
+        self._pool = Pool(Target.of(self._url), None, 2 * _STILL_S)
+        self._ending = asyncio.ensure_future(self._end_with_it())
 
     async def _started(self) -> tuple[str, str]:
         """Return the server's address and banner.
@@ -89,12 +88,26 @@ class ServerReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load, for the autoscaler (`autoscale.py`). Ray calls it regularly."""
         _, page = await self._get("/metrics")
-        return {"load": load_of(page, self._sent.max_step_tokens)}
+        return {"load": load_of(page, self._settings.max_num_batched_tokens or _STEP_TOKENS)}
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the server says that its engine is not well."""
-        if self._problem is not None:
-            raise RuntimeError(self._problem)
+        """Raise RuntimeError if the server is not well. Ray calls it regularly.
+
+        A server that stands still is killed. Its requests have gone on elsewhere by then, and it
+        would keep its processors or its GPU.
+        """
+        try:
+            async with asyncio.timeout(_STILL_S):
+                status, body = await self._get("/ready")
+        except TimeoutError:
+            _log.error("server_stands_still")
+            self._process.kill()
+            raise RuntimeError(f"the server says nothing for {_STILL_S:g} s") from None
+        except LostError as error:
+            raise RuntimeError(f"the server cannot be reached: {error}") from error
+        # One that drains ends by itself, and its streams end before.
+        if status != 200 and _DRAINING not in body:
+            raise RuntimeError(f"its /ready answers {status}: {body!r}")
 
     async def __del__(self) -> None:
         """Let the server's requests end, and end it."""
@@ -105,7 +118,7 @@ class ServerReplica:
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            async with asyncio.timeout(self._sent.shutdown_s + _FAREWELL_S):
+            async with asyncio.timeout(self._settings.shutdown_timeout_seconds + _FAREWELL_S):
                 await process.wait()
         except TimeoutError:
             process.kill()
@@ -117,30 +130,9 @@ class ServerReplica:
             _log.error("server_ended", code=code)
             os._exit(DIED)
 
-    async def _watch(self) -> None:
-        """Note what `/ready` says, and kill a server that stands still.
-
-        Its requests have gone on elsewhere by then, and it would keep its processors or its GPU.
-        """
-        heard = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    status, body = await self._get("/ready")
-            except (TimeoutError, LostError):
-                if time.monotonic() - heard > 2 * SILENCE_S and not self._is_ending:
-                    _log.error("server_stands_still")
-                    self._process.kill()
-                continue
-            heard = time.monotonic()
-            # One that drains ends by itself, and its streams end before.
-            is_well = status == 200 or _DRAINING in body
-            self._problem = None if is_well else f"its /ready answers {status}: {body!r}"
-
     async def _get(self, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises LostError."""
-        headers = [(KEY_HEADER.encode(), self._sent.router_key.encode())]
+        headers = [(KEY_HEADER.encode(), str(self._settings.router_key).encode())]
         exchange = await self._pool.request("GET", path, headers)
         try:
             return exchange.status, await exchange.whole()
@@ -155,7 +147,7 @@ def _own_address() -> str:
     return str(next(found))
 
 
-def _environment(num_threads: int) -> Mapping[str, str]:
+def _environment(num_threads: int | None) -> Mapping[str, str]:
     """Return the environment of a server, whose settings come from elsewhere."""
     kept = {
         name: value

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from ropewalk.server.middleware.host_check import HostCheckMiddleware
 from ropewalk.server.router.app import RouterApp
@@ -35,10 +34,4 @@ class Edge:
     def set_servers(self, urls: Iterable[str]) -> None:
         """Let these servers take requests, beside those of the settings. For any thread."""
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self.fleet.tell, [_target_of(url) for url in urls])
-
-
-def _target_of(url: str) -> Target:
-    """Return the target of an address whose host is a number."""
-    parts = urlsplit(url)
-    return Target(str(parts.hostname), int(parts.port or 80), parts.netloc)
+            self._loop.call_soon_threadsafe(self.fleet.tell, [Target.of(url) for url in urls])

@@ -44,6 +44,12 @@ class Target:
     name: str  # for the Host header, with the port
     tls_name: str | None = None  # for the certificate; None: no TLS
 
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        """Return the target of an address whose host is a number."""
+        parts = urlsplit(url)
+        return cls(str(parts.hostname), int(parts.port or 80), parts.netloc)
+
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -228,9 +228,8 @@ def _key_contradictions(settings: ServeSettings) -> Iterator[str]:
 def _replica_contradictions(settings: ServeSettings) -> Iterator[str]:
     """Yield a sentence for each contradiction between the settings of replicas."""
     if settings.replicas is None:
-        for name in ("max_replicas", "ray_address"):
-            if (value := getattr(settings, name)) is not None:
-                yield f"{name} needs replicas, got {value}"
+        if settings.max_replicas is not None:
+            yield f"max_replicas needs replicas, got {settings.max_replicas}"
         return
     if settings.router_only or settings.router_key is not None:
         yield (

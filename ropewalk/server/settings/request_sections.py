@@ -244,8 +244,9 @@ class ReplicaSettings(Section):
 
     replicas: int | None = setting(
         None,
-        "Serve with this many servers on Ray Serve (extra `ray`), and a router in front. Default: "
-        "one engine in this process, without Ray.",
+        "Serve with this many servers on Ray Serve (extra `ray`), and a router in front. They "
+        "run on the cluster that RAY_ADDRESS names, or on one of this machine. Default: one engine "
+        "in this process, without Ray.",
         unit="servers",
         ge=1,
         le=1024,
@@ -257,11 +258,4 @@ class ReplicaSettings(Section):
         unit="servers",
         ge=1,
         le=1024,
-    )
-    ray_address: str | None = setting(
-        None,
-        "Ray cluster to join, as `ray start` prints it, or `auto`. Default: a cluster of this "
-        "machine, which is started and stopped with the server.",
-        unit="host:port",
-        min_length=1,
     )

@@ -172,6 +172,7 @@ class CacheSettings(Section):
         "server of its protocol. valkeys:// is TLS. It tells the prompts. Needs the package "
         "valkey.",
         unit="valkey://HOST:PORT",
+        repr=False,  # it may have a password
     )
     kv_offload_gib: float | None = setting(
         None,

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
@@ -62,7 +62,7 @@ class GracefulServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
 
-    def load(self, load: Callable[[], Callable[[], None]]) -> None:
+    def load(self, load: Callable[[], Callable[[], Awaitable[None]]]) -> None:
         """Call `load` in a thread, and then what it returns on the event loop, which calls this.
 
         `run` raises what they raise. A thread, because signals are handled between two steps of the
@@ -71,7 +71,7 @@ class GracefulServer(uvicorn.Server):
 
         async def finish() -> None:
             try:
-                (await asyncio.to_thread(load))()
+                await (await asyncio.to_thread(load))()
             except BaseException:
                 self.should_exit = True
                 raise

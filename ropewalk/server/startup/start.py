@@ -4,7 +4,7 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,9 @@ class Start:
         self.progress.finish()
         self.teller.ready(version_and_commit(), banner, self._url)
 
-    def _load(self, server: "GracefulServer", stated: Mapping[str, Any]) -> Callable[[], None]:
+    def _load(
+        self, server: "GracefulServer", stated: Mapping[str, Any]
+    ) -> Callable[[], Awaitable[None]]:
         """Import and load; return what begins to serve."""
         settings, progress = self.settings, self.progress
         from ropewalk.server.startup.planning.dry_run import refuse_ahead  # noqa: PLC0415
@@ -90,7 +92,7 @@ class Start:
         gc.collect()
         gc.freeze()
 
-        def begin() -> None:
+        async def begin() -> None:
             server.serve_model(service, app, policy.spans)
             server.reload_on(self.hangups, Reloader(stated, settings, service))
             self.tell_ready(banner)
