@@ -14,7 +14,6 @@ from ropewalk.rope.from_config import Method
 from ropewalk.rope.methods import Scaling
 from ropewalk.rope.native import NativeRope
 from ropewalk.rope.positions import PositionMethod
-from ropewalk.rope.positions_from_block import PositionChoice
 
 # The tokens that are there choose a request's tier, or under `fixed` the operator does.
 Policy = Literal["by_position", "grow", "grow-exact", "fixed"]
@@ -109,33 +108,6 @@ def native_tier(native: NativeRope, ceiling: int) -> Tier:
     scaling = native.tables[native.scaled_layer_type].scaling
     num_trained = native.native_len if ceiling > native.native_len else None
     return Tier(ceiling, native.method.factor, Profile(scaling), num_trained)
-
-
-def position_tiers(
-    choice: PositionChoice, native: NativeRope, ceiling: int, *, uses_logn: bool
-) -> tuple[Tier, ...]:
-    """Build the ascending tiers of a position method, which goes with the checkpoint's own table.
-
-    Under `pinned` the first one is the model as it was trained. Under `always` a token's state
-    never depends on the length that follows. More than one tier has the method only if the method
-    follows the ceiling.
-    """
-    trained = native.native_len
-    multiples: tuple[float, ...] = (ceiling / trained,)
-    if choice.follows_ceiling and ceiling > trained:
-        multiples = default_multiples(ceiling / trained)
-    first = native_tier(native, trained)
-    tiers = [first] if choice.when == "pinned" else []
-    for multiple in multiples:
-        end = ceiling if multiple == multiples[-1] else round(trained * multiple)
-        if choice.when == "always" or end > trained:
-            profile = Profile(
-                first.profile.scaling,
-                trained if uses_logn else None,
-                choice.at(end, trained),
-            )
-            tiers.append(Tier(end, first.factor, profile))
-    return tuple(tiers)
 
 
 def choose_tier(

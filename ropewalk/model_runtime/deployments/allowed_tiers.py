@@ -1,11 +1,10 @@
-"""Build the tiers that requests may name, by the settings that allow them."""
+"""Build the tiers of scaling methods that requests may name, by the settings that allow them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ropewalk.model_runtime.deployments.deployment import Tiers
 from ropewalk.rope import (
-    POSITION_METHODS,
     ROPE_TYPES,
     LongRope,
     NativeRope,
@@ -15,8 +14,7 @@ from ropewalk.rope import (
     rope_type_of,
 )
 from ropewalk.rope.from_config import Method, parse_method
-from ropewalk.rope.positions_from_block import parse_positions
-from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier, position_tiers
+from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier
 
 # Their tables follow from a factor alone.
 _BY_FACTOR = ("linear", "ntk", "yarn", "llama3")
@@ -127,61 +125,3 @@ def _exact_tiers(
             for factor in factors
         )
     return found
-
-
-def tiers_by_positions(
-    own: tuple[Tier, ...],
-    native: NativeRope,
-    longest_len: int,
-    page_size: int,
-    *,
-    allowed: Sequence[str] | None,
-) -> dict[str, Tiers]:
-    """Return the tiers of every position method that a request may name, under its defaults.
-
-    `own`: the deployment's tiers; `longest_len`: the tokens of its longest request. Raises
-    RopeConfigError.
-    """
-    method = own[-1].profile.positions
-    native_tiers = (native_tier(native, native.native_len),)
-    found = {} if method is None else {method.method: own, "native": native_tiers}
-    if allowed is None:
-        return {name: Tiers(tiers) for name, tiers in found.items()}
-    if method is not None and method.method not in allowed:
-        raise RopeConfigError(
-            "allowed_positions",
-            f"must contain {method.method}, the method of the deployment; got {', '.join(allowed)}",
-        )
-    for name in allowed:
-        if name not in POSITION_METHODS:
-            raise RopeConfigError(
-                "allowed_positions", f"accepts {', '.join(POSITION_METHODS)}; got {name!r}"
-            )
-        if native.carries_scaling and name not in found:
-            raise RopeConfigError(
-                "allowed_positions",
-                "has no meaning for a checkpoint that carries scaling, remove it",
-            )
-        if name == "native":
-            found[name] = native_tiers
-        elif name not in found:
-            found[name] = _default_tiers(name, native, longest_len, page_size)
-    return {name: Tiers(found[name]) for name in allowed}
-
-
-def _default_tiers(
-    name: str, native: NativeRope, longest_len: int, page_size: int
-) -> tuple[Tier, ...]:
-    """Return the tiers of a position method under its defaults. Raises RopeConfigError."""
-    trained = native.native_len
-    choice = parse_positions({"method": name}, trained, longest_len, page_size)
-    assert choice is not None
-    reach = choice.method.reach(trained)
-    ceiling = longest_len if reach is None else min(longest_len, reach)
-    if choice.when == "pinned" and ceiling <= trained:
-        raise RopeConfigError(
-            "allowed_positions",
-            f"names {name}, which begins beyond the trained length ({trained}), but the "
-            f"longest context is {ceiling} tokens",
-        )
-    return position_tiers(choice, native, ceiling, uses_logn=choice.uses_logn)

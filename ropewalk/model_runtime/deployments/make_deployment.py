@@ -5,8 +5,12 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from ropewalk.model_runtime.deployments.allowed_tiers import tiers_by_positions, tiers_by_type
+from ropewalk.model_runtime.deployments.allowed_tiers import tiers_by_type
 from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.deployments.position_tiers import (
+    own_position_tiers,
+    tiers_by_positions,
+)
 from ropewalk.model_runtime.setting import setting
 from ropewalk.rope import (
     OTHER_POLICY_NAMES,
@@ -22,8 +26,7 @@ from ropewalk.rope import (
     rope_type_of,
 )
 from ropewalk.rope.from_config import Method, parse_method
-from ropewalk.rope.positions_from_block import parse_positions
-from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier, position_tiers
+from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier
 
 # For a checkpoint without scaling: no change up to L, and scaling above it.
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
@@ -99,7 +102,6 @@ class DeploymentOptions(BaseModel):
 
 
 _DEFAULTS = DeploymentOptions()
-_REACH = 16  # times L, of a position method without a limit if the settings name no longest context
 
 
 class _Own(NamedTuple):
@@ -196,7 +198,7 @@ def _own(
     longest_len, is_trained = options.max_model_len, options.rope_scaling is None
     if is_trained and native.chunked is not None:
         longest_len = longest_len or native.chunked.longest
-    tiers = _position_tiers(block, native, longest_len, page_size)
+    tiers = own_position_tiers(block, native, longest_len, page_size)
     block = {field: value for field, value in block.items() if field != "positions"}
     if tiers is None:
         return _own_by_block(native, block, options)
@@ -214,58 +216,6 @@ def _own(
             )
     policy = options.rope_policy or (_SWITCHING_POLICY if is_trained else DEFAULT_POLICY)
     return _Own(method, policy, tiers)
-
-
-def _position_tiers(
-    block: Mapping[str, Any], native: NativeRope, max_model_len: int | None, page_size: int
-) -> tuple[Tier, ...] | None:
-    """Return the tiers of a block whose `positions` name a method; None if they name none."""
-    positions, trained = block.get("positions"), native.native_len
-    ceiling = max_model_len or _REACH * trained
-    if positions is None:
-        return None
-    choice = parse_positions(positions, trained, ceiling, page_size)
-    if choice is None:
-        return None
-    _check_table(block, native)
-    reach = choice.method.reach(trained)
-    if reach is not None and reach < ceiling:
-        if max_model_len is not None:
-            raise RopeConfigError(
-                "max_model_len",
-                f"must be <= what {choice.method.method} reaches ({reach} tokens), got {ceiling}",
-            )
-        ceiling = reach
-    if choice.when == "pinned" and ceiling <= trained:
-        raise RopeConfigError(
-            "positions.when",
-            f"is pinned, which begins beyond the trained length ({trained}), but the "
-            f"longest context is {ceiling} tokens; always begins at the first token",
-        )
-    logn = block.get("use_logn_attn")
-    uses_logn = choice.uses_logn if logn is None else bool(logn)
-    return position_tiers(choice, native, ceiling, uses_logn=uses_logn)
-
-
-def _check_table(block: Mapping[str, Any], native: NativeRope) -> None:
-    """Raise if a block with positions names another table than the checkpoint's own."""
-    rope_type = rope_type_of(block)
-    if not native.carries_scaling:
-        if rope_type != "default":
-            raise RopeConfigError(
-                "positions", f"goes with rope_type default, the trained table; got {rope_type}"
-            )
-        return
-    own = native.method.scaling.rope_type
-    if block.get("rope_type") is not None or block.get("type") is not None:
-        raise RopeConfigError(
-            "positions",
-            f"goes with the checkpoint's own table ({own}): leave rope_type out; got {rope_type}",
-        )
-    if own in SWITCHING:
-        raise RopeConfigError(
-            "positions", f"is not served with {own} yet, whose table depends on the length"
-        )
 
 
 def _own_by_block(native: NativeRope, block: Mapping[str, Any], options: DeploymentOptions) -> _Own:
