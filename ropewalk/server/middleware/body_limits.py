@@ -99,7 +99,7 @@ class BodyLimitsMiddleware:
         except TimeoutError:
             raise _RefusedError(
                 408,
-                f"The body did not arrive within {limits.timeout_s:g} s (body_timeout_seconds).",
+                f"The body did not arrive within {limits.timeout_s:g} s.",
                 "body_timeout",
             ) from None
         await arriving.check_shape()
@@ -142,8 +142,8 @@ class _Arriving:
 
     def _full(self) -> _RefusedError:
         told = (
-            f"The bodies of all requests are more than {self._limits.max_total_bytes} bytes "
-            "(max_total_body_bytes). Send it again later."
+            f"The bodies of all requests are more than {self._limits.max_total_bytes} bytes. Send "
+            "it again later."
         )
         return _RefusedError(503, told, "bodies_full")
 

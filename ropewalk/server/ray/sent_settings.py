@@ -7,19 +7,12 @@ from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import has_nvidia_gpu
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.settings.request_sections import ReplicaSettings
-from ropewalk.server.settings.route_settings import (
-    MAX_BODY_BYTES,
-    MAX_TOTAL_BODY_BYTES,
-    EdgeSettings,
-    RouteSettings,
-)
+from ropewalk.server.settings.route_settings import EdgeSettings, RouteSettings
 
 _OF_THE_EDGE = (
     *("config", "host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts"),
     *ReplicaSettings.model_fields,
 )
-# The router adds at most its key, an identity, a request id and the framing to a head.
-_SPARE_HEADER_BYTES = 2048
 _SPARE_CONNECTIONS = 16  # of a server, beside requests: looks at its health and its metrics
 
 
@@ -34,7 +27,6 @@ def sent_settings(settings: ServeSettings, router_key: str) -> ServeSettings:
         # By the public address, not by its own.
         "playground": "always" if has_playground(settings) else "never",
         "max_connections": settings.max_connections + _SPARE_CONNECTIONS,
-        "max_header_bytes": settings.max_header_bytes + _SPARE_HEADER_BYTES,
     }
     defaults = {name: fields[name].default for name in _OF_THE_EDGE}
     return settings.model_copy(update={**defaults, **own})
@@ -65,9 +57,4 @@ def route_settings_of(settings: ServeSettings, router_key: str) -> RouteSettings
     """Return the settings of the router in front of the servers."""
     edge = {name: getattr(settings, name) for name in EdgeSettings.model_fields}
     stated = {name: value for name, value in edge.items() if value is not None}
-    of_all, of_one = settings.max_total_body_bytes, settings.max_body_bytes
-    if of_one is None and of_all is not None:
-        stated["max_body_bytes"] = min(MAX_BODY_BYTES, of_all)
-    if of_all is None and of_one is not None:
-        stated["max_total_body_bytes"] = max(MAX_TOTAL_BODY_BYTES, 4 * of_one)
     return RouteSettings(**stated, router_key=router_key)

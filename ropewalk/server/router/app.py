@@ -28,6 +28,7 @@ from ropewalk.server.router.forward import (
 )
 from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.router.upstream import Headers
+from ropewalk.server.settings.request_sections import BODY_TIMEOUT_S
 from ropewalk.server.settings.route_settings import RouteSettings
 from ropewalk.server.version import own_commit, own_version
 
@@ -41,6 +42,9 @@ _GENERATES = ("/completions", "/responses", "/messages")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _JSON, _TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 _Read = tuple[int, str, bytes]  # status, type and body of an answer
+# Of all requests, until their answers end: some thousand conversations. Four of the largest bodies
+# fit in any case.
+_ALL_BODIES_BYTES = 2**30
 _LARGE = 1 << 18  # bytes of a body that is read off the event loop
 
 
@@ -232,11 +236,11 @@ class RouterApp:
 
     async def _body(self, scope: "Scope", receive: "Receive", held: "_Held") -> bytes | None:
         """Return the whole body; None if the client left. Raises RefusedError."""
-        settings, pieces, is_whole = self._settings, [], False
+        pieces, is_whole = [], False
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         self._check_size(int(declared) if declared.isdigit() else 0)
         try:
-            async with asyncio.timeout(settings.body_timeout_seconds):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -248,8 +252,7 @@ class RouterApp:
                     self._num_body_bytes += len(piece)
                     is_whole = not message.get("more_body", False)
         except TimeoutError:
-            limit_s = settings.body_timeout_seconds
-            told = f"The body must arrive within {limit_s:g} s (body_timeout_seconds)."
+            told = f"The body must arrive within {BODY_TIMEOUT_S:g} s."
             raise RefusedError(408, told, "body_timeout") from None
         return b"".join(pieces)
 
@@ -260,8 +263,9 @@ class RouterApp:
             told = f"The body must have at most {settings.max_body_bytes} bytes (max_body_bytes)."
             raise RefusedError(413, told, "body_too_large")
         num_new = num_bytes if num_new is None else num_new
-        if self._num_body_bytes + num_new > settings.max_total_body_bytes:
-            told = "All bodies together are too large now (max_total_body_bytes)."
+        most = max(_ALL_BODIES_BYTES, 4 * settings.max_body_bytes)
+        if self._num_body_bytes + num_new > most:
+            told = f"All bodies together are more than {most} bytes now. Send it again later."
             raise RefusedError(503, told, "bodies_full")
 
 

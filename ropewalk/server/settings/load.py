@@ -161,9 +161,6 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
             f"max_num_batched_tokens must be > max_draft_tokens ({settings.max_draft_tokens}), got "
             f"{num_tokens}"
         )
-    of_all, of_one = settings.max_total_body_bytes, settings.max_body_bytes
-    if of_all is not None and of_one is not None and of_all < of_one:
-        yield f"max_total_body_bytes must be >= max_body_bytes ({of_one}), got {of_all}"
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
     if settings.router_only and settings.router_key is None:

@@ -178,6 +178,10 @@ class LogSettings(Section):
     )
 
 
+# A client on a slow line sends the largest body in less. A slower one would only keep memory.
+BODY_TIMEOUT_S = 60.0
+
+
 class LimitSettings(Section):
     """Limits"""  # noqa: D400  # a heading
 
@@ -188,27 +192,11 @@ class LimitSettings(Section):
         unit="bytes",
         ge=1024,
     )
-    max_total_body_bytes: int | None = setting(
-        None,
-        "Most bytes of all bodies above 32 KiB that arrive or wait to be parsed. Further ones get "
-        "503. Default: 256 MiB, or four of the largest bodies if that is more.",
-        unit="bytes",
-        ge=1024,
-    )
-    max_header_bytes: int = setting(
-        65536,
-        "Largest request head, all headers together. Larger heads get 400.",
-        unit="bytes",
-        ge=1024,
-    )
     max_connections: int = setting(
         1024,
         "Most open connections. While there are so many, every request gets 503.",
         unit="connections",
         ge=1,
-    )
-    body_timeout_seconds: float = setting(
-        60.0, "Time for a request's body to arrive. Later bodies get 408.", unit="seconds", gt=0
     )
     max_request_seconds: float | None = setting(
         None,

@@ -29,7 +29,7 @@ from ropewalk.server.settings.request_sections import (
 )
 from ropewalk.server.settings.sections import SourceSettings
 
-MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES = 32 * 2**20, 2**30  # defaults
+MAX_BODY_BYTES = 32 * 2**20  # default
 SILENCE_S = 10.0
 
 
@@ -121,15 +121,7 @@ class EdgeSettings(Section):
     max_body_bytes: int = setting(
         MAX_BODY_BYTES, "Largest body of a request.", unit="bytes", ge=1024
     )
-    max_total_body_bytes: int = setting(
-        MAX_TOTAL_BODY_BYTES,
-        "Most bytes of all bodies that are held, until their answers end.",
-        unit="bytes",
-        ge=1024,
-    )
-    max_header_bytes: int = _as_in(LimitSettings, "max_header_bytes")
     max_connections: int = _as_in(LimitSettings, "max_connections")
-    body_timeout_seconds: float = _as_in(LimitSettings, "body_timeout_seconds")
     shutdown_timeout_seconds: float = _as_in(LimitSettings, "shutdown_timeout_seconds")
     log_format: Literal["logfmt", "json", "console"] = _as_in(LogSettings, "log_format")
     log_level: Literal["debug", "info", "warning", "error"] = _as_in(LogSettings, "log_level")

@@ -32,6 +32,7 @@ from ropewalk.server.settings.load import (
     read_named,
 )
 from ropewalk.server.settings.problems import shown
+from ropewalk.server.settings.request_sections import BODY_TIMEOUT_S
 from ropewalk.server.startup.named_places import (
     check_disk,
     check_ray,
@@ -106,6 +107,7 @@ _MAX_NAMES = 200  # each has series in the metrics
 # has four).
 _BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
 _BODY_NUMBERS_OF_A_TOKEN = 4
+# Of all that arrive or wait to be parsed. Four of the largest bodies fit in any case.
 _ALL_BODIES_BYTES = 256 * 2**20
 _JSON_DEPTH, _JSON_VALUES = 64, 131_072  # the context's numbers are added to these
 
@@ -248,14 +250,12 @@ def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
     max_bytes = settings.max_body_bytes
     if max_bytes is None:
         max_bytes = _BODY_BYTES + _BODY_BYTES_OF_A_TOKEN * max_len
-        if settings.max_total_body_bytes is not None:
-            max_bytes = min(max_bytes, settings.max_total_body_bytes)
     return BodyLimits(
         max_bytes,
         _JSON_DEPTH,
         _JSON_VALUES,
         _JSON_VALUES + _BODY_NUMBERS_OF_A_TOKEN * max_len,
-        settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
-        settings.body_timeout_seconds,
+        max(_ALL_BODIES_BYTES, 4 * max_bytes),
+        BODY_TIMEOUT_S,
         max_len,
     )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the port answers before these are imported
     from ropewalk.server.settings.route_settings import RouteSettings
     from ropewalk.server.startup.reload import Reloader
 
+# All headers together. Proxies send at most 32 KiB, so nobody needs more.
+_HEAD_BYTES = 65_536
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
 _log = structlog.get_logger(__name__)
@@ -184,7 +186,7 @@ def _uvicorn_config(
         access_log=False,
         timeout_graceful_shutdown=int(_FAREWELL_S),
         limit_concurrency=settings.max_connections,
-        h11_max_incomplete_event_size=settings.max_header_bytes,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )

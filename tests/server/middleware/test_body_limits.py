@@ -1,5 +1,6 @@
 """Bodies above 32 KiB are parsed in a thread, have the same answers, and limits of their own."""
 
+import asyncio
 import gzip
 import json
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
+from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.gate import body_limits_of
 from tests.servers.processes import Server
 
@@ -153,14 +155,40 @@ def test_the_longest_context_fits_into_a_body_in_the_longest_spelling() -> None:
         assert limits.max_total_bytes >= 4 * limits.max_bytes
 
 
-def test_limits_that_are_set_do_not_follow_the_context() -> None:
-    """A small total lowers the default of one body; two that contradict each other are refused."""
-    flags = {"max_body_bytes": "2000", "max_total_body_bytes": "3000"}
-    limits = body_limits_of(load_settings(flags), 2**20)
-    assert (limits.max_bytes, limits.max_total_bytes) == (2000, 3000)
-    assert body_limits_of(load_settings({"max_total_body_bytes": "3000"}), 2048).max_bytes == 3000
-    with pytest.raises(SettingsError, match="max_total_body_bytes must be >= max_body_bytes"):
-        load_settings({"max_body_bytes": "3001", "max_total_body_bytes": "3000"})
+async def _sent(limited: BodyLimitsMiddleware, *pieces: bytes) -> tuple[int, Any]:
+    """Status and error code of a body in these pieces, whose end never comes."""
+    waiting, sent = list(pieces), []
+
+    async def receive() -> dict[str, Any]:
+        if not waiting:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
+    await limited(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], json.loads(body)["error"]["code"]
+
+
+async def _refused_together() -> list[tuple[int, Any]]:
+    limits = BodyLimits(max_bytes=10**6, max_total_bytes=2 * 10**6, timeout_s=0.2)
+
+    async def none(*_: Any) -> None:
+        raise AssertionError("no body is whole")
+
+    limited = BodyLimitsMiddleware(none, limits)
+    first = await asyncio.gather(*(_sent(limited, b" " * 900_000) for _ in range(4)))
+    # Their memory is free again.
+    return [*first, await _sent(limited, b" " * 900_000)]
+
+
+def test_bodies_in_arrival_have_a_time_and_a_bound_together() -> None:
+    """Two of four fit, and wait for their ends. The others are told to come again at once."""
+    late, full = (408, "body_timeout"), (503, "bodies_full")
+    assert asyncio.run(_refused_together()) == [late, late, full, full, late]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])

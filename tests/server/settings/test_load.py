@@ -38,7 +38,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 _OF_THE_ROUTER = {
     *("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "max_connections"),
     "playground",
-    *("max_header_bytes", "router_key", "router_only"),
+    *("router_key", "router_only"),
     *ReplicaSettings.model_fields,
 }
 
@@ -74,8 +74,6 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "allowed_origins": ["https://example.org"],
         "allowed_hosts": ["llm.example.org"],
         "max_body_bytes": 4096,
-        "max_total_body_bytes": 4096,
-        "max_header_bytes": 4096,
         "tool_format": "hermes",
         "reasoning": "inline",
         "exact_rope_factors": [1.3, 3.0],
