@@ -142,7 +142,7 @@ def make(
     tokens = (max(kind.num_decodes for kind in KINDS) + 1) * _MOST_TOKENS
     engine = EngineConfig(kv_cache_tokens=tokens, max_model_len=_MOST_TOKENS, page_size=_PAGE)
     runner = build_runner(checkpoint, engine)
-    runner._pruned_layer = None  # noqa: SLF001
+    model.forward.takes_pruned = lambda *_: False
     native = checkpoint.native
     table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
     return Made(fewer, checkpoint, runner, table_id)

@@ -321,7 +321,8 @@ def prepare_model(
         division.divide(model)
         plans = plans_of_part(model, plans)
     is_packed = has_cpu_kernels(parameter.device)
-    program = flat = None
+    program = None
+    forward: Any = None
     if is_packed:
         program = pack(model, plans, division, is_ruled=is_ruled)
     elif has_gpu_kernels(parameter.device) and division is None:
@@ -329,8 +330,8 @@ def prepare_model(
         from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
         from ropewalk.model_runtime.gpu.rms_norm import candidates  # noqa: PLC0415
 
-        flat = flat_forward(model, plans)
-        if flat is None:
+        forward = flat_forward(model, plans)
+        if forward is None:
             replace_norms(model, candidates)
     else:
         if division is not None:
@@ -348,11 +349,12 @@ def prepare_model(
 
         on_phase("rounding activations to int8")
         prompts, report, rounding = with_rounded_rows(paged_prompts, prompts, report, text_ids)
-    decoder, products = None, BY_TORCH
+    products = BY_TORCH
     if is_packed:
-        decoder = None if program is None else decoder_of(model, plans, program)
         products = products_text(model, parameter.dtype)
-    report = install_forward(prompts, report, decoder, flat)
+        forward = None if program is None else decoder_of(model, plans, program)
+    if forward is not None:
+        install_forward(prompts, forward)
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(

@@ -94,7 +94,7 @@ class PagedPrompts:
         self._native = Profile(native.tables[native.scaled_layer_type].scaling)
 
     def runner(self) -> ModelRunner:
-        """Return a new runner, which notes whether the model's last layer is pruned."""
+        """Return a new runner over the prompts' cache."""
         return ModelRunner(
             self.model,
             self.plans,

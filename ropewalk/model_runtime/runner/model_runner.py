@@ -34,8 +34,8 @@ from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
     host_logits_indices,
     logits_indices,
-    pruned_layer,
     pruned_spans,
+    prunes,
 )
 from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
 from ropewalk.model_runtime.runner.cuda_graphs import (
@@ -94,7 +94,6 @@ class ModelRunner:
         self._page_size = page_size
         self._device = next(model.parameters()).device
         self._backend = backend or store.own_backend() or backend_for(self._device)
-        self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
         self._draws: CapturedDraws | None = None  # from the logits of captured steps
         self._host_buffers = HostBuffers()
@@ -256,11 +255,11 @@ class ModelRunner:
         """Run the forward of a captured step, which depends only on the batch's tensors."""
         return self._logits(batch, self._step(batch), batch.logit_rows_R)
 
-    def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
+    def _forward(self, batch: Batch, step: Step | PrunedStep, logit_rows_R: Tensor) -> Tensor:
         return self._logits(batch, step, logit_rows_R).float()
 
     @torch.inference_mode()
-    def _logits(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
+    def _logits(self, batch: Batch, step: Step | PrunedStep, logit_rows_R: Tensor) -> Tensor:
         """Return the logits in the model's dtype."""
         answer = self._model(
             input_ids=batch.token_ids_1T,
@@ -272,17 +271,18 @@ class ModelRunner:
         logits_RV: Tensor = answer.logits[0]
         return logits_RV
 
-    def _pruned_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:
+    def _pruned_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step | PrunedStep, Tensor]:
         """Return the step for the attention calls, and the logit rows among its remaining rows."""
         every = self._step(batch)
-        pruned = None if self._pruned_layer is None else pruned_spans(spans)
-        if self._pruned_layer is None or pruned is None:
+        takes_pruned = prunes(self._model, self._plans, self._backend)
+        pruned = pruned_spans(spans) if takes_pruned else None
+        if pruned is None:
             return every, batch.logit_rows_R
         small = build_batch(pruned, self._page_size, self._device, self._store.num_groups)
         rows_R = logits_indices(batch)
         if batch.own_pages is not None:
             small = replace(small, own_pages=batch.own_pages.at_rows(host_logits_indices(spans)))
-        step = PrunedStep(every, self._step(small), rows_R, self._pruned_layer)
+        step = PrunedStep(every, self._step(small), rows_R)
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> PagedStep:

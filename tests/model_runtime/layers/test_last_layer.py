@@ -1,6 +1,6 @@
 """The last layer is computed only for rows whose logits are needed, with the same answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers import last_layer
-from ropewalk.model_runtime.layers.fused.decoder import restore
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile
@@ -44,24 +45,12 @@ def runner_of(checkpoint: Checkpoint) -> ModelRunner:
     return runner
 
 
-class Widths:
-    """Counts the rows that a pruned layer's feed-forward is given."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.found: list[int] = []
-        model: Any = checkpoint.model
-        model.model.layers[-1].mlp.register_forward_pre_hook(
-            lambda _, inputs: self.found.append(inputs[0].shape[1])
-        )
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     """Two sequences run, one of them in chunks; a decode step then reads the written cache."""
     checkpoint = tiny_checkpoint(architecture)
-    assert last_layer.pruned_layer(checkpoint.model) == 3, "the model does not bear it"
-    restore(checkpoint.model)
+    assert last_layer.prunes(checkpoint.model, checkpoint.plans, CpuAttention)
     long_ids, short_ids = ids(LONG, 1), ids(SHORT, 2)
 
     def run(*, asks_all: bool) -> list[Tensor]:
@@ -95,15 +84,24 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     [(range(LONG - 1, LONG), 1), (range(0), 1), (range(LONG), LONG), (range(5), 5)],
     ids=["the last", "none", "all", "the first"],
 )
-def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -> None:
+def test_the_last_layer_computes_what_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, rows: range, computed: int
+) -> None:
     """A step without requested rows still computes one row, because a layer needs some."""
     checkpoint = tiny_checkpoint("llama")
-    restore(checkpoint.model)
     runner = runner_of(checkpoint)
-    widths = Widths(checkpoint)
+    found: list[int] = []
+    attend = DecoderLayers._attend
+
+    def counted(self: DecoderLayers, place: int, source: Any, step: Any, arrays: Any) -> Any:
+        out = attend(self, place, source, step, arrays)
+        found.append(len(out))
+        return out
+
+    monkeypatch.setattr(DecoderLayers, "_attend", counted)
     logits_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])
     assert logits_RV.shape == (len(rows), VOCAB_SIZE)
-    assert widths.found == [computed]
+    assert found == [LONG] * 3 + [computed]
 
 
 def test_spans_are_cut_where_it_spares_something() -> None:
@@ -116,31 +114,3 @@ def test_spans_are_cut_where_it_spares_something() -> None:
         decode,
         Span(prompt.token_ids[38:], 41, PAGES, 0, range(2)),
     ]
-
-
-def first_rows(things: Any, num_tokens: int, rows_R: Tensor) -> Any:
-    """Take the first rows, which are the wrong ones."""
-    is_by_row = isinstance(things, list)
-    return [each[:, : len(rows_R)] for each in things] if is_by_row else things
-
-
-def all_rows(things: Any, *_: Any) -> Any:
-    """Take all rows, like a model that keeps its rows elsewhere."""
-    return things
-
-
-def no_rows(*_: Any) -> Any:
-    """Fail, like a model that cannot be called in this way."""
-    raise IndexError("rows are missing")
-
-
-@pytest.mark.parametrize("at_rows", [first_rows, all_rows, no_rows])
-def test_a_model_that_does_not_bear_it_keeps_its_layer(
-    monkeypatch: pytest.MonkeyPatch, at_rows: Callable[..., Any]
-) -> None:
-    """A model whose last layer at fewer rows is wrong or raises is served with its whole layer."""
-    monkeypatch.setattr(last_layer, "_at_rows", at_rows)
-    checkpoint = tiny_checkpoint("llama")
-    assert last_layer.pruned_layer(checkpoint.model) is None
-    logits_RV = runner_of(checkpoint).run([span(ids(LONG, 1), 0, PAGES, range(LONG - 1, LONG))])
-    assert logits_RV.shape == (1, VOCAB_SIZE)

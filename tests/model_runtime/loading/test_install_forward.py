@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.layers import packed_linear
-from ropewalk.model_runtime.layers.last_layer import pruned_layer
-from ropewalk.model_runtime.loading import install_forward as installing
-from ropewalk.model_runtime.loading.install_forward import install_forward
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
@@ -47,29 +43,6 @@ def test_the_check_changes_nothing(architecture: str) -> None:
     before = state(prompts.model), prompts.model.config.to_dict()
     check(prompts)
     assert (state(prompts.model), prompts.model.config.to_dict()) == before
-
-
-@pytest.mark.parametrize(
-    ("error", "is_kept", "is_bitwise"),
-    [(0.0, True, True), (0.5, True, False), (2.0, False, True), (torch.nan, False, True)],
-    ids=["none", "small", "large", "NaN"],
-)
-def test_a_pruned_layer_is_kept_within_the_threshold(
-    monkeypatch: pytest.MonkeyPatch, error: float, *, is_kept: bool, is_bitwise: bool
-) -> None:
-    """The error is in thresholds; bits of a layer that is restored do not count."""
-    prompts = prompts_of("llama")
-    report = check(prompts)
-    assert report.bitwise
-
-    def wrong(given: PagedPrompts) -> Tensor:
-        return given.long_TV[-2:] + error * report.threshold
-
-    monkeypatch.setattr(installing, "_last_logits", wrong)
-    chosen = install_forward(prompts, report)
-    assert (pruned_layer(prompts.model) is not None) is is_kept
-    assert chosen.bitwise is is_bitwise
-    assert (chosen.difference, chosen.threshold) == (report.difference, report.threshold)
 
 
 def test_the_plain_forward_of_the_long_prompt_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

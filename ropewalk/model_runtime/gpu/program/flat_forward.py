@@ -10,7 +10,7 @@ M = numbers of all values.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import structlog
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.paged_attention import (
     STEP,
     AttentionCall,
+    Backend,
     LayerPlan,
     PagedStep,
 )
@@ -51,6 +52,8 @@ def flat_forward(model: Any, plans: Mapping[int, LayerPlan]) -> "FlatForward | N
 class FlatForward:
     """A model's forward over a paged cache; other calls go to the model's own forward."""
 
+    has_same_bits: ClassVar = False  # as the model's own forward
+
     def __init__(self, model: Any, trace: Trace, plans: Mapping[int, LayerPlan]) -> None:
         self.own_forward = model.forward
         self._embed, self._tail, self._plans = model.get_input_embeddings(), trace.tail, plans
@@ -77,6 +80,11 @@ class FlatForward:
             value for each in self._launches[: self._last] for value in each.writes
         }
         self._live_at_last = sorted(written & set(later))
+
+    def takes_pruned(self, plans: Mapping[int, LayerPlan], backend: type[Backend]) -> bool:
+        """Return whether rows can be cut after the last layer's write, in steps of a runner."""
+        del backend
+        return plans is self._plans
 
     def note_windows(self, model: Any) -> None:
         """Read the windows of all layers again, after they were changed in the model."""

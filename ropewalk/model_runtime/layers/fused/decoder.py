@@ -13,14 +13,14 @@ B = slots, V = vocabulary.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 import structlog
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
-from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import STEP, Backend, LayerPlan, PagedStep
 from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
@@ -101,6 +101,8 @@ def program_of(model: Any, plans: Mapping[int, LayerPlan]) -> Program:
 class DecoderLayers:
     """A model's forward over a paged cache; other calls go to the model's own forward."""
 
+    has_same_bits: ClassVar = True  # as the model's own forward
+
     def __init__(self, model: Any, program: Program, plans: Mapping[int, LayerPlan]) -> None:
         """Keep the program of a packed model."""
         self.own_forward = model.forward
@@ -138,7 +140,7 @@ class DecoderLayers:
         every, pruned, rows_R = step, None, None
         if isinstance(step, PrunedStep):
             every, pruned, rows_R = step.every, step.pruned, step.rows_R.numpy()
-        if not self._is_ours(every) or not (pruned is None or self._is_ours(pruned)):
+        if not self._is_ours(every):
             return self.own_forward(*arguments, **named)
         hidden_TE = as_numpy(self._embed(named["input_ids"])[0])
         rows = named["logits_to_keep"].numpy()
@@ -153,6 +155,15 @@ class DecoderLayers:
         if len(rows) != len(result_RC):
             result_RC = result_RC[rows]
         return self._logits(self._head.multiply(result_RC))
+
+    def takes_pruned(self, plans: Mapping[int, LayerPlan], backend: type[Backend]) -> bool:
+        """Return whether rows can be cut after the last layer's write, in steps of a runner."""
+        last, _ = self._attentions[-1]
+        has_states_behind = any(
+            isinstance(each.source, Advance) for each in self._instructions[last:]
+        )
+        is_ours = plans is self._plans and issubclass(backend, CpuAttention)
+        return is_ours and not has_states_behind
 
     def note_windows(self, model: nn.Module) -> None:
         """Read the windows of all layers again, after they were changed in the model."""
@@ -180,7 +191,8 @@ class DecoderLayers:
         program = self._program
         arrays: list[Any] = [None] * len(program.slots)
         arrays[program.embedding] = hidden_TE
-        step, last_layer, place = every, max(self._plans), 0
+        step, place = every, 0
+        last, _ = self._attentions[-1]
         while place < len(self._instructions):
             each = self._instructions[place]
             source, out = each.source, each.fields[kernel.OUT]
@@ -195,7 +207,7 @@ class DecoderLayers:
                 pass  # `Leave` computes the whole mixture
             elif isinstance(source, Attend):
                 self._write(each, source, every, arrays)
-                if pruned is not None and source.layer == last_layer:
+                if pruned is not None and place == last:
                     step = pruned
                     for slot in program.live_slots[place]:
                         arrays[slot] = arrays[slot][rows_R]

@@ -92,8 +92,9 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
             if forward is not None:
                 stack.enter_context(attribute(module, "forward", forward))
         for each in _called_by_name(model):
-            activate = partial(_ACTIVATE, recorder, each.kind)
-            stack.enter_context(attribute(each, "forward", activate))
+            if each.kind is not None:
+                activate = partial(recorder.activate, each.kind)
+                stack.enter_context(attribute(each, "forward", activate))
         return recorder.of(model)
 
 
@@ -101,34 +102,26 @@ def _noting(
     recorder: CpuRecorder, module: Any, head: Any, embedding: nn.Module
 ) -> Callable[..., Any] | None:
     """Return the forward of a module of ours that notes itself; None for another module."""
-    if module is embedding:
-        return partial(recorder.embed, module)
-    if module is head:
-        return partial(recorder.end, Linears((head,)))
-    if _is_linear(module):
-        return partial(recorder.multiply, Linears((module,)))
+    note: Callable[..., Any] | None = None
     mixture = vars(module).get("forward")
-    if isinstance(mixture, Mixture):
-        return partial(recorder.mix, mixture)
-    for kind, arguments, note in _OURS:
-        if isinstance(module, kind):
-            own = arguments(module)
-            return None if own[0] is None else partial(note, recorder, *own)
-    return None
+    if module is embedding:
+        note = partial(recorder.embed, module)
+    elif module is head:
+        note = partial(recorder.end, Linears((head,)))
+    elif _is_linear(module):
+        note = partial(recorder.multiply, Linears((module,)))
+    elif isinstance(mixture, Mixture):
+        note = partial(recorder.mix, mixture)
+    elif isinstance(module, RmsNorm):
+        note = partial(recorder.normalize, module, len(module.scale_D))
+    elif isinstance(module, RowwiseActivation) and module.kind is not None:
+        note = partial(recorder.activate, module.kind)
+    return note
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear, whether or not its weight is laid out."""
     return isinstance(module, PackedLinear) or is_packable(module)
-
-
-_ACTIVATE: Callable[..., Tensor] = Recorder.activate
-# Modules that note themselves, with what the recorder needs of each.
-_OURS: tuple[tuple[type[nn.Module], Callable[[Any], tuple[Any, ...]], Callable[..., Tensor]], ...]
-_OURS = (
-    (RmsNorm, lambda each: (each, len(each.scale_D)), Recorder.normalize),
-    (RowwiseActivation, lambda each: (each.kind,), _ACTIVATE),
-)
 
 
 def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
@@ -143,6 +136,6 @@ def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
             if not isinstance(functions, Namespace):
                 continue
             for each in vars(functions).values():
-                if isinstance(each, RowwiseActivation) and each.kind is not None:
+                if isinstance(each, RowwiseActivation):
                     found[id(each)] = each
     return list(found.values())
