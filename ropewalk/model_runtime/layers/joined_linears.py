@@ -1,6 +1,7 @@
 """What the product of several linears needs: their kinds, and their weights in one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,16 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, LowBitLinear)
 
 
-def can_join(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all are linears of one kind and dtype, and no two use the same weight."""
-    if all(isinstance(module, LowBitLinear) for module in modules):
-        return True
-    linears = [module for module in modules if type(module) is nn.Linear]
-    dtypes = {linear.weight.dtype for linear in linears}
-    weights = {id(linear.weight) for linear in linears}
-    return len(linears) == len(modules) == len(weights) and len(dtypes) == 1
+def can_join(modules: Sequence[Any]) -> bool:
+    """Return whether all are linears of one dtype, and no two use the same weight.
+
+    Floats beside few bits get panels (packed_linear.py).
+    """
+    if not all(map(is_linear, modules)):
+        return False
+    dtypes = {module.weight.dtype for module in modules}
+    weights = {id(module.weight) for module in modules}
+    return len(dtypes) == 1 and len(weights) == len(modules)
 
 
 def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +53,7 @@ def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         (linear,) = linears
         return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     weight_NK, bias_N = merged_weight(linears)
-    parts = torch.split(weight_NK, [each.out_features for each in linears])
+    parts = weight_NK.split_with_sizes([each.out_features for each in linears])
     for linear, part_NK in zip(linears, parts, strict=True):
         linear.weight.data = part_NK
     return weight_NK, bias_N
