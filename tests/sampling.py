@@ -157,13 +157,6 @@ def not_drawn_costly(items: Sequence[Any]) -> dict[Any, None]:
     return left_out
 
 
-def not_drawn_files(items: Sequence[Any], fixed: Collection[str]) -> dict[Any, None]:
-    """Return the cases of files that are not drawn; files named in `fixed` always run."""
-    names = sorted({item.path.name for item in items})
-    kept = {*sampled(names, fixed=[each for each in names if each in fixed])}
-    return dict.fromkeys(item for item in items if item.path.name not in kept)
-
-
 def _sampled_items(
     matrix: Sequence[Any], *, fixed: int = 1, drawn: int = 0, by: str = ""
 ) -> list[Any]:

@@ -151,7 +151,6 @@ def test_by_default_generating_routes_have_lines(server: Server) -> None:
     ]
 
 
-@pytest.mark.costly
 def test_off_writes_no_line(tmp_path: Path) -> None:
     """The word in a YAML file, which YAML reads as a switch."""
     (tmp_path / "a.yaml").write_text("access_log: off\n")

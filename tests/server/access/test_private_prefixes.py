@@ -56,8 +56,7 @@ def test_another_name_finds_nothing_and_the_same_name_everything(private: Server
     assert num_cached(private, "plain2", prompt) == 2 * _PAGE
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("salt", ["", ":", "alice", "alice:", ":alice:", "alice:secret", "secret"])
+@pytest.mark.parametrize("salt", ["", "alice:", ":alice:", "alice:secret", "secret"])
 def test_no_salt_of_a_client_gives_the_prefixes_of_another_name(private: Server, salt: str) -> None:
     """The victim has no salt, or one that the attacker knows."""
     for own in ({}, {"cache_salt": "secret"}):

@@ -31,7 +31,6 @@ def has_current_agents() -> bool:
         return False
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(not has_current_agents(), reason="needs openai-agents >= 0.23")
 def test_openai_agents_run_a_loop_over_their_default_api() -> None:
     """The runner sends items back; /v1/responses is what it uses without being told."""

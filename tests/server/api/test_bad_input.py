@@ -220,7 +220,6 @@ def test_the_error_of_a_too_long_request_names_a_length_that_fits(
     assert f"A rope factor of {fits:g} " in body["message"]
 
 
-@pytest.mark.costly
 @without_replicas
 def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
     """The longest tier could hold the prompt, but max_model_len is what the cache holds."""

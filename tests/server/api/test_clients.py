@@ -82,7 +82,6 @@ def test_langchain_invokes_streams_and_binds(server: Server) -> None:
         chat.bind(extra_body={"rope": {"policy": "magic"}}).invoke(messages)
 
 
-@pytest.mark.costly
 def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> None:
     """`any` becomes required, a schema becomes a named function; the loop goes on."""
     from langchain_core.messages import HumanMessage, ToolMessage

@@ -1,9 +1,7 @@
 """Several served names over one set of weights and one cache."""
 
 import json.decoder
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.servers.metrics import samples_of, total
+from tests.servers.metrics import samples_of
 from tests.servers.processes import REPLICAS, Server, run_here, running_server
 
 FILE = """
@@ -63,11 +61,6 @@ def prompt_logprobs(server: Server, model: str, prompt: list[int], **more: Any) 
     answer = post(server, model, prompt=prompt, max_tokens=0, echo=True, logprobs=0, **more)
     found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:]
     return found
-
-
-def running(server: Server) -> float:
-    """The number of requests in the engine now."""
-    return total(samples_of(server), "ropewalk_requests_running")
 
 
 def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
@@ -159,33 +152,6 @@ def test_an_older_name_of_a_policy_is_accepted(two: Server) -> None:
     assert old["choices"][0]["rope"]["policy"] == "grow"
 
 
-@pytest.mark.costly
-@pytest.mark.skipif(REPLICAS is not None, reason="two engines have no step in common")
-def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
-    """Answers of both deployments have equal bits, though both run in the same steps."""
-    prompt = short_prompts(two)[0]
-    # The first never has the other's table, and runs long enough to be met.
-    options = {"prompt": prompt, "max_tokens": 700, "ignore_eos": True, "logprobs": 2}
-    names = ("demo", "demo-static-8x")
-
-    def ask(name: str) -> dict[str, Any]:
-        choice: dict[str, Any] = post(two, name, **options)["choices"][0]
-        return choice
-
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, name) for name in names]
-        deadline = time.monotonic() + 30
-        most = 0.0
-        while most < 2:
-            assert time.monotonic() < deadline
-            assert not any(each.done() for each in asked), "one was over before both ran"
-            most = max(most, running(two))
-        together = [each.result() for each in asked]
-    assert together == [ask(name) for name in names]
-    assert together[0]["text"] != together[1]["text"]
-
-
-@pytest.mark.costly
 def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
     """The cost shows in the echoed logprobs and equals that of transformers' static YaRN."""
     prompts = short_prompts(two)

@@ -17,10 +17,7 @@ GROWING = ("by_position", "grow", "grow-exact")
 MAX_LEN = 2048
 NUM_COMPARED = 16
 # Some answers begin within the trained length, some beyond it, and some cross the end of a tier.
-LENGTHS = (
-    *(1, 2, 5, 17, 40, 64, 65, 100, 128, 150, 200, 230, 241, 250, 255, 256, 257),
-    *(300, 400, 500, 511, 512, 513, 700, 1000),
-)
+LENGTHS = (1, 250, 256, 257, 505, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +69,13 @@ def test_first_tokens_do_not_depend_on_max_tokens(
 
 
 @pytest.mark.parametrize("policy", GROWING)
-@pytest.mark.parametrize("max_tokens", [20, 1700])
-def test_events_tell_the_tier_so_far(
-    server: Server, prompts: list[list[int]], policy: str, max_tokens: int
-) -> None:
+def test_events_tell_the_tier_so_far(server: Server, prompts: list[list[int]], policy: str) -> None:
     """With the eighth token the seventh has a position, the 257th.
 
     The prompt has 250 tokens, and the newest token has no position yet.
     """
     prompt = prompts[LENGTHS.index(250)]
-    choices = streamed(server, 20, prompt=prompt, max_tokens=max_tokens, rope={"policy": policy})
+    choices = streamed(server, 20, prompt=prompt, max_tokens=1700, rope={"policy": policy})
     ropes = [each["rope"] for each in choices]
     assert [each["factor"] for each in ropes] == [1] * 7 + [2] * 13
     assert [each["rope_type"] for each in ropes] == ["default"] * 7 + ["yarn"] * 13

@@ -51,7 +51,6 @@ def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) ->
     assert (whole == text) == (not add_special_tokens)
 
 
-@pytest.mark.costly
 def test_messages_are_tokenised_as_the_chat_route_does(
     server: Server, openai_client: openai.OpenAI
 ) -> None:

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.doubles.waiting import wait_until
 from tests.servers.metrics import samples_of, total
 from tests.servers.processes import Server, run_here, running_server, without_replicas
 
@@ -51,14 +51,6 @@ def post(server: Server, name: str = "", **fields: Any) -> Any:
     return answer.json()
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Wait for something that happens soon."""
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def gauge(server: Server, name: str) -> float:
     """Return the value of a metric without labels."""
     return total(samples_of(server), name)
@@ -93,7 +85,6 @@ def test_an_alias_is_served_by_its_deployment(configured: Configured) -> None:
     assert unknown.json()["error"]["message"].endswith("Served: demo, demo-static, gpt-4o.")
 
 
-@pytest.mark.costly
 @without_replicas
 def test_requests_start_by_priority_and_answer_as_alone(configured: Configured) -> None:
     """Three wait for the end of a long one; the lowest number starts first, and no bit changes."""

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ropewalk.server.api.completion_schema import CompletionRequest
 from ropewalk.server.turns.chat_schema import ChatRequest
 from tests.checkpoints.other_vocabularies import MARKERS, NUM_TOKENS, resized
-from tests.sampling import few
 from tests.server.fuzz.fuzz_bodies import limits
 from tests.servers.processes import Server, running_server, without_replicas
 
@@ -200,7 +199,7 @@ def test_no_field_of_a_request_ends_the_streams_of_others(unequal: Server) -> No
     with Neighbours(unequal) as neighbours:
 
         @settings(
-            max_examples=few(150, 25),
+            max_examples=25,
             database=None,
             deadline=None,
             suppress_health_check=list(HealthCheck),

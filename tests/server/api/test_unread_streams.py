@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from tests.server.fuzz.attack import wait_until_idle
 from tests.server.fuzz.breakable import AUTHORIZED
 from tests.server.fuzz.raw_http import read_replies, request
@@ -40,7 +38,6 @@ def events_of(body: bytes) -> list[Any]:
     return [json.loads(each) for each in found]
 
 
-@pytest.mark.costly
 def test_a_reader_that_lags_too_far_behind_gets_an_error_and_frees_its_pages(
     breakable: Server,
 ) -> None:

@@ -108,7 +108,6 @@ def test_an_answer_has_thinking_text_and_a_call() -> None:
     assert starts == stops == [0, 1, 2]
 
 
-@pytest.mark.costly
 def test_a_cut_call_has_its_input_up_to_there() -> None:
     """The client reads the pieces of a stream as the server reads the whole."""
     said = CALL.replace("\n", "").replace("Paris", "Pà, rís")

@@ -27,14 +27,13 @@ def calls_of_whole(message: Any) -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("strict", [None, False])
 def test_no_half_of_a_call_is_text_beside_a_whole_one(*, strict: bool | None) -> None:
     """At every length that max_tokens may have, with a grammar and without."""
     tools = [tool(strict=strict), tool("clock", strict=strict, zone={"type": "integer"})]
     ends = (len("Let me see.\n" + CALL), len(BOTH))
     with saying(BOTH) as server:
-        for length in range(*ends, 5):
+        for length in range(*ends, 9):
             message = server.ask(tools=tools, max_tokens=length).choices[0].message
             assert message.content == "Let me see.", length
             assert calls_of_whole(message)[0] == ("look", {"city": "Paris"})
@@ -62,7 +61,6 @@ def test_an_answer_has_at_most_eight_calls(choice: str) -> None:
     assert found.usage.completion_tokens == len("\n".join([CALL] * 8))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("strict", [None, False])
 def test_a_limit_that_cuts_only_repeated_calls_is_no_reason(*, strict: bool | None) -> None:
     """The client has all of the calls. A limit that cuts anything else is the reason."""

@@ -95,7 +95,6 @@ def test_only_a_call_has_no_content() -> None:
     assert calls_of(message) == [("look", {"city": "Paris"})]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
@@ -232,7 +231,6 @@ TEMPLATES = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("template", "special", "text"), TEMPLATES)
 def test_a_call_its_result_and_the_end(template: str, special: list[str], text: str) -> None:
     """The message with the call goes back as it came, the result after it."""
@@ -302,7 +300,6 @@ def test_calls_or_the_answer_in_json() -> None:
         assert found.finish_reason in {"stop", "length"}
 
 
-@pytest.mark.costly
 def test_several_answers_have_calls_of_their_own() -> None:
     """Each choice is read by itself."""
     with saying(BOTH) as server:
