@@ -1,4 +1,4 @@
-# Ropewalk as an image: `make image`, then docs/deploy.md.
+# Ropewalk as an image: `make image`, then docs/guide/operating.md.
 #
 # BASE_IMAGE needs Python 3.11 or later with venv and headers, groupadd and useradd, and apt-get or
 # gcc. A GPU needs no other base: torch's own wheels bring CUDA's libraries, the host brings the

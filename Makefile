@@ -94,7 +94,7 @@ test-ray: setup  ## replicas on a real Ray cluster, and files of the API's tests
 test-arm: setup  ## the kernels, the self-check and one completion on an aarch64 that qemu plays
 	$(BIN)/python -m tests.arm_machine $(or $(ARM_FOLDER),build/arm) $(ARM_TESTS)
 
-# Both take their lengths and seeds from the environment; docs/reliability.md.
+# Both take their lengths and seeds from the environment; docs/design/reliability.md.
 fuzz: setup  ## hostile requests, ten times as many as in the suite
 	FUZZ_CASES=$(or $(FUZZ_CASES),40000) $(BIN)/python -m pytest -s \
 		tests/server/fuzz/test_raw_fuzz.py tests/server/fuzz/test_openapi_fuzz.py
@@ -103,7 +103,7 @@ soak: setup  ## mixed load for ten minutes and slow clients, in the suite for se
 	SOAK_SECONDS=$(or $(SOAK_SECONDS),600) SLOW_SECONDS=$(or $(SLOW_SECONDS),10) \
 		$(BIN)/python -m pytest -s tests/server/load/test_soak.py tests/server/load/test_slow_clients.py
 
-# Stops and goes on at any time; what it makes is compared and shipped by hand: docs/embedded-model.md.
+# Stops and goes on at any time; what it makes is compared and shipped by hand: docs/design/embedded-model.md.
 train: setup  ## the embedded model again, from Python's own library, into build/embedded_model
 	OMP_NUM_THREADS=1 $(BIN)/python -m training
 
@@ -140,7 +140,7 @@ lock: setup  ## the hashes of what the image installs, into locks/
 	test -x build/uv/bin/uv || ($(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet 'uv>=0.5')
 	$(BIN)/python -m tests.locks build/uv/bin/uv
 
-image:  ## the container image `ropewalk`; docs/deploy.md
+image:  ## the container image `ropewalk`; docs/guide/operating.md
 	docker build $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
 		$(if $(TORCH_SHA256),--build-arg TORCH_SHA256=$(TORCH_SHA256)) \
 		--build-arg SOURCE_COMMIT="$$($(DESCRIBE) 2>/dev/null)" --tag ropewalk .

@@ -1,4 +1,4 @@
-"""The tables of fields in docs/api.md: `python -m tests.api_page` writes them.
+"""The tables of fields in docs/reference/api.md: `python -m tests.api_page` writes them.
 
 `tests/test_docs.py` holds the page to them. A table stands below `<!-- fields of Name -->`. With
 `beside Other` it leaves out the fields that Other describes in the same words.
@@ -18,7 +18,7 @@ from ropewalk.server.turns.chat_schema import ChatRequest, Message
 from ropewalk.server.turns.message_schema import MessagesRequest
 from ropewalk.server.turns.response_schema import ResponsesRequest
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/api.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/reference/api.md"
 BODIES: dict[str, type[Body]] = {
     body.__name__: body
     for body in (
@@ -28,7 +28,7 @@ BODIES: dict[str, type[Body]] = {
 }
 _LAST = ("A hint without", "Accepted")
 _MARK = re.compile(r"(<!-- fields of (\w+)(?: beside (\w+))? -->\n)(?:\|.*\n)*")
-_PATH = re.compile(r"docs/(([\w-]+)\.md(?:#([\w-]+))?)")
+_PATH = re.compile(r"docs/((\w+/)([\w-]+)\.md(?:#([\w-]+))?)")
 
 
 def _rows(body: type[Body]) -> list[FieldRow]:
@@ -47,10 +47,12 @@ def _kind(row: FieldRow) -> str:
 
 def _link(found: re.Match[str]) -> str:
     """A page that a description names, as a link from this one."""
-    target, page, anchor = found.groups()
+    target, folder, page, anchor = found.groups()
     if page == "api":
         return f"[{anchor.replace('-', ' ')}](#{anchor})"
-    return f"[{page}.md]({target})"
+    return (
+        f"[{page}.md]({target.removeprefix(folder) if folder == 'reference/' else '../' + target})"
+    )
 
 
 def table(name: str, other: str | None = None) -> str:

@@ -48,7 +48,7 @@ class Block:
 def blocks(*languages: str) -> list[Block]:
     """The blocks of README and every page of docs/, in order."""
     found = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         fenced = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
         for number, (language, text) in enumerate(fenced, 1):
             if language in languages:

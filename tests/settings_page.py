@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md and docs/router.md: `python -m tests.settings_page`.
+"""The tables of the two pages of settings in docs/reference: `python -m tests.settings_page`.
 
 `tests/test_docs.py` holds the page to them.
 """
@@ -30,7 +30,7 @@ def table(section: type[Section]) -> str:
 
 
 def main() -> None:
-    """Print all of them; behind them, those of docs/router.md."""
+    """Print all of them; behind them, those of router-settings.md."""
     pages = [*map(table, SECTIONS), *map(table, ROUTE_SECTIONS)]
     print("\n\n".join(pages))  # noqa: T201
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -27,17 +28,9 @@ def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) 
     if block.serves:
         assert "listening on" in serve(block.script(server.url), tmp_path)
         return
-    if block.page == "README.md":
-        _write_needle(server, tmp_path)
     ended = run(block.script(server.url), tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout, "it said nothing"
-
-
-def _write_needle(server: Server, folder: Path) -> None:
-    """A block of the README uses the file that an earlier one wrote; order here is random."""
-    writes = next(block for block in BLOCKS if "needle.json" in block.text)
-    assert run(writes.script(server.url), folder).returncode == 0
 
 
 def test_commands_of_the_readme_print_the_promised_output(
@@ -48,18 +41,19 @@ def test_commands_of_the_readme_print_the_promised_output(
     curls = [
         block for block in blocks("bash") if block.page == "README.md" and "curl" in block.text
     ]
-    outputs = [run(block.script(server.url), tmp_path).stdout for block in curls]
-    plain, chat, needle, untouched, metrics = outputs
-    assert json.loads(plain)["choices"][0]["finish_reason"] == "length"
-    told = json.loads(chat)["choices"][0]
-    assert (told["message"]["content"], told["finish_reason"]) == ("93175", "stop")
+    scripts = [block.script(server.url) for block in curls]
+    needle, metrics = (run(each, tmp_path).stdout for each in scripts)
+    expected = httpx.get(f"{server.url}/playground/needle").json()["expected"]
     found = json.loads(needle)
-    assert found["choices"][0]["text"] == "93175"
+    assert found["choices"][0]["text"] == expected
     assert found["choices"][0]["rope"]["rope_type"] == "yarn"
     assert found["choices"][0]["rope"]["factor"] == 8
     assert found["usage"]["prompt_tokens"] > 7 * 256
-    missed = json.loads(untouched)["choices"][0]
-    assert "93175" not in missed["text"]
+    native = scripts[0].replace(
+        '"temperature": 0', '"temperature": 0, "rope": {"rope_type": "default"}'
+    )
+    missed = json.loads(run(native, tmp_path).stdout)["choices"][0]
+    assert expected not in missed["text"]
     assert missed["rope"]["rope_type"] == "default"
     counted = 'context_bucket="2048",model_name="ropewalk-demo"'
     assert f"ropewalk_time_to_first_token_seconds_count{{{counted}}}" in metrics

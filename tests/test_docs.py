@@ -45,13 +45,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_setting_is_documented_with_its_unit_default_and_help(section: type[Section]) -> None:
     """The tables are generated: `python -m tests.settings_page` prints them."""
-    assert table(section) in page("settings.md")
+    assert table(section) in page("reference/settings.md")
 
 
 @pytest.mark.parametrize("section", ROUTE_SECTIONS, ids=lambda section: section.__name__)
 def test_every_setting_of_the_router_is_documented(section: type[Section]) -> None:
     """The tables are printed by the same command."""
-    assert table(section) in page("router.md")
+    assert table(section) in page("reference/router-settings.md")
 
 
 def test_every_metric_is_documented(service: Service) -> None:
@@ -60,7 +60,7 @@ def test_every_metric_is_documented(service: Service) -> None:
     names = re.findall(r"# TYPE (\w+)", rendered)
     assert "ropewalk_http_requests_total" in names
     for name in names:
-        assert f"`{name}`" in page("metrics.md")
+        assert f"`{name}`" in page("reference/metrics.md")
 
 
 def test_every_route_is_documented(service: Service) -> None:
@@ -70,7 +70,9 @@ def test_every_route_is_documented(service: Service) -> None:
     for path, methods in paths.items():
         for method in methods:
             if method != "head":
-                assert re.search(rf"{method.upper()} [^\n]*{re.escape(path)}", page("api.md")), path
+                assert re.search(
+                    rf"{method.upper()} [^\n]*{re.escape(path)}", page("reference/api.md")
+                ), path
 
 
 def test_there_are_these_routes_and_no_other(service: Service) -> None:
@@ -99,7 +101,7 @@ def test_there_are_these_routes_and_no_other(service: Service) -> None:
 
 def test_the_tables_of_fields_are_those_of_the_schemas() -> None:
     """`python -m tests.api_page` writes them."""
-    assert written(page("api.md")) == page("api.md")
+    assert written(page("reference/api.md")) == page("reference/api.md")
 
 
 def test_every_field_and_error_code_is_documented() -> None:
@@ -111,7 +113,9 @@ def test_every_field_and_error_code_is_documented() -> None:
     for model in bodies:
         for field, facts in model.model_fields.items():
             name = facts.alias or field
-            assert re.search(rf"[`\"]{name}[`\"]", page("api.md")), f"{model.__name__}.{name}"
+            assert re.search(rf"[`\"]{name}[`\"]", page("reference/api.md")), (
+                f"{model.__name__}.{name}"
+            )
     sources = "".join(
         path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
     )
@@ -119,12 +123,12 @@ def test_every_field_and_error_code_is_documented() -> None:
     codes |= set(re.findall(r'_error", "(\w+)", (?:None|\d)', sources))
     assert {"context_length_exceeded", "queue_full", "model_not_found"} <= codes
     for code in codes:
-        assert f"`{code}`" in page("api.md"), code
+        assert f"`{code}`" in page("reference/errors.md"), code
 
 
 def test_every_folder_has_its_row_in_the_architecture() -> None:
     """The table has no row of a folder that is gone."""
-    named = re.findall(r"^\| (`[^|]*`) \|", page("architecture.md"), re.MULTILINE)
+    named = re.findall(r"^\| (`[^|]*`) \|", page("design/architecture.md"), re.MULTILINE)
     rows = {row for each in named for row in re.findall(r"`([\w/]+)/`", each)}
     there = {
         str(path.parent.relative_to(ROOT / "ropewalk"))
@@ -138,8 +142,8 @@ def test_every_folder_has_its_row_in_the_architecture() -> None:
 def test_files_that_pages_name_exist() -> None:
     """The pages are the map of the code and those beside it; names may be paths."""
     names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
-    for name in ("architecture.md", "attention.md", "gpu-memory.md", "loading.md", "processors.md"):
-        for path in re.findall(r"`([\w/]+\.py)`", page(name)):
+    for name in sorted(each.name for each in (ROOT / "docs/design").glob("*.md")):
+        for path in re.findall(r"`([\w/]+\.py)`", page(f"design/{name}")):
             assert path.rpartition("/")[2] in names, f"{name}: {path}"
             assert "/" not in path or any(
                 (ROOT / root / path).is_file()
@@ -147,8 +151,39 @@ def test_files_that_pages_name_exist() -> None:
             ), f"{name}: {path}"
 
 
+def anchors(path: Path) -> set[str]:
+    """The places of a page that a link may name, as GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+    return made | set(re.findall(r'<a id="([^"]+)"', text))
+
+
 def test_links_lead_somewhere() -> None:
     """Links that lead out of the project are not followed."""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    dead = []
+    for path in pages:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", path.read_text()):
+            if "://" in target:
+                continue
+            other = path.parent / target if target else path
+            if not other.exists() or (anchor and anchor not in anchors(other)):
+                dead.append(f"{path.relative_to(ROOT)}: {target}#{anchor}")
+    assert not dead, "\n".join(dead)
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Messages, descriptions of fields and comments name a page as a path from the root."""
+    places = [*(ROOT / "ropewalk").rglob("*.py"), *(ROOT / "docker").glob("*"), ROOT / "Makefile"]
+    named = re.compile(r"\b((?:docs|benchmarks)/[\w/-]+\.md)(?:#([\w-]+))?")
+    dead = []
+    for path in (each for each in places if each.is_file()):
+        text = path.read_text()
+        for name, anchor in named.findall(text):
+            if "/formats/gguf/" in str(path) and name == "docs/gguf.md":
+                continue  # a page of ggml's project
+            other = ROOT / name
+            if not other.exists() or (anchor and anchor not in anchors(other)):
+                dead.append(f"{path.relative_to(ROOT)}: {name}#{anchor}")
+    assert not dead, "\n".join(dead)

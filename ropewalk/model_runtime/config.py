@@ -104,7 +104,7 @@ class EngineConfig:
 
     @property
     def seals_pages(self) -> bool:
-        """Return whether full pages are held in few bits (docs/kv-cache.md)."""
+        """Return whether full pages are held in few bits (docs/design/kv-cache.md)."""
         return seals(self.kv_cache_dtype)
 
     @property

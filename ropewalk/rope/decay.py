@@ -1,7 +1,8 @@
 """How attention depends on the distance between query and key: a bound, and an expectation.
 
 The bound depends on the table alone. The expectation also depends on the means and covariances of
-queries and keys before rotation. All results are float64. docs/rope.md derives the formulas.
+queries and keys before rotation. All results are float64. docs/design/rotation.md has the
+formulas.
 
 Shapes: P = rotated pairs, M = distances, D = head dimensions (half-split pairs, the first 2P of
 them rotate), H = pairs of a query head and its key head.

@@ -1,7 +1,7 @@
 """The application for those who run Ray already.
 
 The command is `serve run ropewalk.server.ray_app:build replicas=2`. A Serve YAML file names it as
-`import_path`, with the same arguments under `args` (docs/scale-out.md).
+`import_path`, with the same arguments under `args` (docs/guide/scaling-out.md).
 """
 
 from collections.abc import Mapping

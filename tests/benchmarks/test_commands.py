@@ -97,7 +97,7 @@ def router(url: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("benchmarks") / "text"
-    path.write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
+    path.write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))))
     return str(path)
 
 

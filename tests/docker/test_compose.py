@@ -67,7 +67,7 @@ def test_ports_are_on_the_loopback_address() -> None:
 def test_variables_are_settings_and_are_documented() -> None:
     """Commented variables and those that the operator gives are included."""
     settings = {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs/guide/operating.md").read_text()
     for name in ("compose.yaml", "compose.gpu.yaml"):
         text = (DOCKER / name).read_text()
         used = set(re.findall(r"ROPEWALK_[A-Z_]+", text))

@@ -148,7 +148,7 @@ def test_deployments_can_be_compared_by_context_length(observed: Observed) -> No
     assert found.keys() == sent.keys()
     most = max(max(each) for each in observed.measured.whole_s.values())
     assert all(0 < seconds < 10 * most for seconds in found.values()), found
-    page = (DOCKER.parent / "docs" / "metrics.md").read_text()
+    page = (DOCKER.parent / "docs/reference/metrics.md").read_text()
     documented = re.search(r"histogram_quantile\(0.95, sum by \(context_bucket, model_name.*", page)
     assert documented is not None
     assert by_model(documented[0]).keys() == sent.keys()

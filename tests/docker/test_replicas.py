@@ -94,7 +94,7 @@ def test_variables_in_the_compose_file_are_settings_and_are_documented() -> None
     used = set(re.findall(r"ROPEWALK_[A-Z_]+", text))
     assert used
     assert used <= {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}
-    page = (DOCKER.parent / "docs/deploy.md").read_text()
+    page = (DOCKER.parent / "docs/guide/operating.md").read_text()
     assert all(f"`{name}`" in page for name in re.findall(r"\$\{(\w+)", text))
 
 

@@ -147,6 +147,7 @@ def test_the_grace_period_covers_the_drain() -> None:
     assert int(stop.removesuffix("s")) > default + _FAREWELL_S
     assert not POD["enableServiceLinks"]
     assert POD["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/ready"
-    pages = [(DOCKER.parent / "docs" / each).read_text() for each in ("router.md", "deploy.md")]
+    names = ("scaling-out.md", "operating.md")
+    pages = [(DOCKER.parent / "docs/guide" / each).read_text() for each in names]
     for variable in re.findall(r"\$\{(\w+)", (DOCKER / "compose.router.yaml").read_text()):
         assert variable in pages[0] + pages[1]

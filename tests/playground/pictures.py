@@ -1,4 +1,4 @@
-"""`python -m tests.playground.pictures`: the screenshots of docs/playground.md, from a server.
+"""`python -m tests.playground.pictures`: the screenshots of the playground's page, from a server.
 
 It serves the embedded model, sends requests of many lengths, and compares one hidden value with and
 without scaling. The files go to docs/images.

@@ -16,7 +16,7 @@ from ropewalk.server.playground.page_files import HEADERS, page_files
 from tests.playground.conftest import Watched, watched
 from tests.servers.processes import Server
 
-PAGE = Path(__file__).parents[2] / "docs/playground.md"
+PAGE = Path(__file__).parents[2] / "docs/guide/playground.md"
 PROMPT = "def add(a, b):\n    return"
 
 
@@ -35,8 +35,8 @@ def test_a_prompt_is_completed(opened: Watched, server: Server) -> None:
 
 @pytest.mark.costly
 def test_one_click_compares_scaling_with_none(opened: Watched) -> None:
-    """A value is found under the deployment's yarn and lost without, as docs/playground.md says."""
-    told = re.findall(r"!\[(.*)\]\(images/playground-compare.png\)", PAGE.read_text())[0]
+    """A value is found under the deployment's yarn and lost without, as the guide says."""
+    told = re.findall(r"!\[(.*)\]\(\.\./images/playground-compare.png\)", PAGE.read_text())[0]
     found = lost = 0
     for _ in range(3):  # a small model may miss one value
         opened.page.fill("#needle-len", "2032")

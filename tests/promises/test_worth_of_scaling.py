@@ -1,4 +1,4 @@
-"""The reason for this server, measured again in small: docs/long-context.md."""
+"""The reason for this server, measured again in small: benchmarks/results/quality.md."""
 
 import csv
 from pathlib import Path

@@ -1,9 +1,9 @@
 """Memory in huge pages, for weights that a step reads from end to end.
 
 With pages of 4 KiB, a core looks up an address for every 64 cache lines, and a virtual machine
-looks up each one twice. Pages of 2 MiB need 512 times fewer lookups (docs/processors.md has what
-that is worth). Linux gives huge pages to whole aligned parts of a mapping only. So small weights
-lie beside each other in one.
+looks up each one twice. Pages of 2 MiB need 512 times fewer lookups (docs/design/cpu-kernels.md has
+what that is worth). Linux gives huge pages to whole aligned parts of a mapping only. So small
+weights lie beside each other in one.
 """
 
 import mmap

@@ -30,7 +30,7 @@ from ropewalk.rope.tiers import build_tiers, fixed_tier, native_tier
 
 # For a checkpoint without scaling: no change up to L, and scaling above it.
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-# docs/long-context.md has the measurements behind it.
+# benchmarks/results/quality.md has the measurements behind it.
 DEFAULT_POLICY: Policy = "by_position"
 # Checkpoints that switch by length themselves were trained with one table for a whole prompt.
 _SWITCHING_POLICY: Policy = "grow"

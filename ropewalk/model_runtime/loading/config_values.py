@@ -42,7 +42,8 @@ def text_values(config: Any) -> dict[str, Any]:
 def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
     """Return the states of the config's layers by index; empty for a model without them.
 
-    Taking over the loaded model finds the same shapes for the architectures in docs/models.md.
+    Taking over the loaded model finds the same shapes for the architectures in
+    docs/reference/models.md.
     """
     kinds = {}
     if type(values.get("conv_L_cache")) is int:

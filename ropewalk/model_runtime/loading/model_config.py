@@ -84,9 +84,9 @@ class ModelConfig:
     def layers(self) -> Mapping[int, KVShape]:
         """Return the config's cache shapes by layer index. Raises ModelError if they are absent.
 
-        Probing the loaded model finds the same shapes for the architectures in docs/models.md, but
-        for JetMoE and MiMo V2. Another architecture may have different shapes in some layers, too.
-        For it the result is wrong until the model is loaded.
+        Probing the loaded model finds the same shapes for the architectures in
+        docs/reference/models.md, but for JetMoE and MiMo V2. Another architecture may have
+        different shapes in some layers, too. For it the result is wrong until the model is loaded.
         """
         values = text_values(self.config)
         # Only layers that differ from the others are here (Gemma 4).
@@ -104,7 +104,8 @@ class ModelConfig:
     def windows(self) -> Mapping[int, int | None]:
         """Return the keys that each layer reads, by index; None: all.
 
-        Probing the loaded model finds the same windows for the architectures in docs/models.md.
+        Probing the loaded model finds the same windows for the architectures in
+        docs/reference/models.md.
         For another one the result may be wrong until the model is loaded.
         """
         values = text_values(self.config)

@@ -1,7 +1,7 @@
 """The keywords of JSON Schema: what a grammar keeps, what restricts nothing, and what is refused.
 
 `kept_schema` writes a client's schema as the library keeps it. Values that are valid under the
-result are valid under the client's schema. docs/api.md has the table for clients.
+result are valid under the client's schema. docs/reference/api.md has the table for clients.
 """
 
 import re

@@ -30,7 +30,7 @@ class VersionAnswer(Body):
     version: str = Field(examples=["0.1.0"])
     """The release of ropewalk."""
     commit: str | None = Field(examples=["4f2a90c1d3b7"])
-    """The commit, or null if nothing tells it (docs/deploy.md#upgrading)."""
+    """The commit, or null if nothing tells it (docs/guide/upgrading.md)."""
 
 
 def health_router(service: Service) -> APIRouter:

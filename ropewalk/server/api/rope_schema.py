@@ -19,7 +19,8 @@ class PositionsField(Body):
     """
 
     method: str = Field(max_length=32, examples=["rerope"])
-    """The method's name (docs/positions.md). A request may name those that the operator allows."""
+    """The method's name (docs/reference/position-methods.md). A request may name those that the
+    operator allows."""
     window: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[128])
     """Tokens before a query that it reads at their own distance; of `string`, W."""
     group: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none, examples=[8])
@@ -48,8 +49,8 @@ class RopeField(Body):
     instead: ClassVar[Mapping[str, str]] = {"type": "`rope_type`"}  # transformers' older name
 
     rope_type: str | None = Field(None, max_length=32, examples=["yarn"])
-    """A method of docs/rope.md that the operator allows. If `default` is not allowed, the server
-    accepts it within the native length, where short answers report it."""
+    """A method that the operator allows (docs/reference/rope.md). If `default` is not allowed, it
+    is accepted within the native length, where short answers report it."""
     factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
     """The tier covers at least this many times the native length. The server raises the factor to
     the next tier, unless `exact` is true. Above `max_rope_factor`, the server accepts only the
@@ -59,11 +60,11 @@ class RopeField(Body):
     that factor times the native length. The factor is that of a tier, or one of the setting
     `exact_rope_factors`. Other factors get 400, with the list."""
     positions: PositionsField | None = None
-    """A position method (docs/positions.md) that the operator allows, as `{"method": ...}`. Its
-    parameters are the server's."""
+    """A position method (docs/reference/position-methods.md) that the operator allows, as
+    `{"method": ...}`. Its parameters are the server's."""
     policy: str | None = Field(None, max_length=32, examples=["grow"])
-    """`by_position`, `grow`, `grow-exact` or `fixed` (docs/rope.md#policies). `pinned` is another
-    name of `grow`. Under `fixed`, a `factor` selects the same tier at every length."""
+    """`by_position`, `grow`, `grow-exact` or `fixed` (docs/reference/rope.md#policies). `pinned` is
+    another name of `grow`. Under `fixed`, a `factor` selects the same tier at every length."""
     requested_factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
     """A factor of an answer that is sent back, at most `factor`. If `rescaled` is there, it is the
     factor of the request under every policy but `fixed`."""
@@ -104,16 +105,16 @@ class RopeAnswer(Body):
     rope_type: str = Field(examples=["yarn"])
     """The method. `default` is the native table."""
     factor: float = Field(examples=[2.0])
-    """The factor of the tier of the last token (docs/rope.md#the-length-of-a-request), which is its
-    ceiling over `original_max_position_embeddings`. A position method has none, so it is that of
-    the table, 1. In a stream, each event has the tier so far."""
+    """The factor of the tier of the last token (docs/reference/rope.md#the-length-of-a-request),
+    which is its ceiling over `original_max_position_embeddings`. A position method has none, so it
+    is that of the table, 1. In a stream, each event has the tier so far."""
     requested_factor: float | None = Field(examples=[2.0])
     """The `factor` of the request, or null."""
     original_max_position_embeddings: int = Field(examples=[256])
     """L, the native length. If the checkpoint carries scaling, this is the length that its own
     block starts from."""
     policy: str = Field(examples=["grow"])
-    """The policy (docs/rope.md#policies)."""
+    """The policy (docs/reference/rope.md#policies)."""
     rescaled: int = Field(examples=[0])
     """Number of table changes while the request ran. It is 0 under `fixed`."""
     ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
@@ -129,8 +130,8 @@ class RopeAnswer(Body):
     exact: Literal[True] | None = Field(None, exclude_if=is_none)
     """True if the request asked for it, otherwise absent."""
     positions: PositionsField | None = Field(None, exclude_if=is_none)
-    """The position method (docs/positions.md) and its parameters. Absent if every key is read at
-    its own position."""
+    """The position method (docs/reference/position-methods.md) and its parameters. Absent if every
+    key is read at its own position."""
 
     @classmethod
     def of(

@@ -92,8 +92,8 @@ def _of_field(kind: str, param: str, problem: str) -> PydanticCustomError:
 class Body(BaseModel):
     """A strict, frozen JSON object.
 
-    The text below a field describes it in /openapi.json and docs/api.md. A string, a number and a
-    free object need an example, too; others have one by their type.
+    The text below a field describes it in /openapi.json and docs/reference/api.md. A string, a
+    number and a free object need an example, too; others have one by their type.
     """
 
     model_config = ConfigDict(

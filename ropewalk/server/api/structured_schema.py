@@ -28,7 +28,7 @@ class JsonSchemaField(Body):
     name: str = Field(min_length=1, max_length=64, examples=["answer"])
     """A name without effect."""
     schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
-    """The JSON schema that the answer satisfies (docs/api.md#structured-answers). At most
+    """The JSON schema that the answer satisfies (docs/reference/api.md#structured-answers). At most
     65536 bytes."""
     strict: bool | None = None
     """Without effect: every schema is strict."""
@@ -160,7 +160,7 @@ class AnswerFields(Body):
     }
 
     response_format: ResponseFormat | None = None
-    """The format of the answer (docs/api.md#structured-answers)."""
+    """The format of the answer (docs/reference/api.md#structured-answers)."""
     structured_outputs: StructuredOutputs | None = None
     """The form of the answer, and the whitespace of JSON (vLLM's field)."""
     guided_json: SchemaOrText | None = Field(None, examples=[SCHEMA_EXAMPLE])

@@ -46,11 +46,11 @@ def mismatch(build: TorchBuild, *, has_node: bool) -> Mismatch | None:
             )
         return Mismatch(
             f"torch {build.version} brings gigabytes of CUDA, and there is no GPU",
-            "a CPU build of torch does the same here and is far smaller (docs/deploy.md)",
+            "a CPU build of torch does the same here and is far smaller (docs/guide/install.md)",
         )
     if build.cuda is None and build.hip is None and has_node:
         return Mismatch(
             f"torch {build.version} is built for the CPU only, and there is an NVIDIA GPU",
-            "install a CUDA build of torch to use it (docs/deploy.md)",
+            "install a CUDA build of torch to use it (docs/guide/install.md)",
         )
     return None

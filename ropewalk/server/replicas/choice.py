@@ -6,8 +6,9 @@ cost = tokens that queue for prefill there + tokens of this prompt that are not 
 An evicted token is one that a later request computes anew, so it counts like one of this prompt.
 Replicas of the same age are all full, so the term keeps prompts where their pages are.
 
-Replicas may share a place of pages that outlive the cache (docs/kv-disk.md). A token that any of
-them has had is read there by the others, and so is an evicted one. Both count `_READ_WEIGHT`.
+Replicas may share a place of pages that outlive the cache (docs/guide/prefix-store.md). A token
+that any of them has had is read there by the others, and so is an evicted one. Both count
+`_READ_WEIGHT`.
 
 A prefix that many requests share spills to a second replica when its queue costs more than reading
 the prefix anew. From then on two replicas have it cached. Routers of others use a threshold of

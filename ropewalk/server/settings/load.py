@@ -66,7 +66,7 @@ class ServeSettings(
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, enable_decoding=False)
 
 
-# In the order of help and docs/settings.md.
+# In the order of help and docs/reference/settings.md.
 SECTIONS = tuple(each for each in ServeSettings.__bases__ if issubclass(each, Section))
 
 _WORD = re.compile("[a-z_]+")

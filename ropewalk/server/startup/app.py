@@ -70,7 +70,7 @@ class ErrorDetail(BaseModel):
     param: str | None = Field(examples=["max_tokens"])
     """The first field that is wrong, or null."""
     code: str | None = Field(examples=[None])
-    """A word for programs (docs/api.md#errors), or null."""
+    """A word for programs (docs/reference/errors.md), or null."""
 
 
 class ErrorBody(BaseModel):

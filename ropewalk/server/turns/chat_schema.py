@@ -218,11 +218,12 @@ class TurnFields(TemplateFields):
     """The fields beside `messages` that change the prompt of a chat."""
 
     tools: Tools | None = None
-    """Functions that the model may call (docs/tools.md)."""
+    """Functions that the model may call (docs/guide/tools.md)."""
     tool_choice: ToolChoiceField | None = Field(None, examples=["auto"])
-    """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
+    """Whether the answer is text, calls, or either (docs/guide/tools.md#requests). Default:
+    `auto`."""
     reasoning_effort: ReasoningEffort | None = None
-    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
+    """A variable of the chat template, if it reads one (docs/guide/tools.md#reasoning)."""
     add_generation_prompt: bool | None = None
     """The prompt ends with the header of the assistant's turn (vLLM's field). Default: true."""
     continue_final_message: bool | None = None
@@ -267,7 +268,7 @@ class ChatRequest(GenerationRequest, TurnFields):
     messages: Messages
     """The conversation, whose fields are below."""
     max_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
-    """The most tokens of an answer. Default: up to the longest context (docs/rope.md)."""
+    """The most tokens of an answer. Default: up to the longest context (docs/reference/rope.md)."""
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
     """Another name of `max_tokens`. If a request has both, they must be equal."""
     logprobs: bool | None = None
@@ -279,7 +280,7 @@ class ChatRequest(GenerationRequest, TurnFields):
     has them once all the same. Default: false, because chat templates write their own."""
     prediction: Prediction | None = None
     """Text that the answer probably contains. It changes the speed, and on a CPU no answer. Without
-    drafts it has no effect, and the usage counts none (docs/speculation.md)."""
+    drafts it has no effect, and the usage counts none (docs/design/speculation.md)."""
     parallel_tool_calls: bool | None = None
     """With false, an answer has one call at most. Otherwise it has at most 8.
     Default: true."""

@@ -52,7 +52,7 @@ class ClientTool(Body):
     """The purpose of the tool, for the model."""
     strict: bool | None = None
     """With true, a keyword that cannot be kept is refused. With false, the input may be any object.
-    Default: it satisfies the schema as far as a grammar keeps it (docs/tools.md)."""
+    Default: it satisfies the schema as far as a grammar keeps it (docs/guide/tools.md)."""
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None
     """A hint without effect."""
@@ -110,7 +110,7 @@ class Thinking(Body):
     """Anthropic's `thinking`, which turns reasoning on or off. The budget is a hint."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    """`disabled` is the effort `none` (docs/tools.md#reasoning). Others are the effort of
+    """`disabled` is the effort `none` (docs/guide/tools.md#reasoning). Others are the effort of
     `output_config`, or `medium`."""
     budget_tokens: int | None = Field(None, ge=1, le=INT64, examples=[1024])
     """A hint without effect."""
@@ -124,7 +124,7 @@ class JsonFormat(Body):
     type: Literal["json_schema"]
     """The type of the format."""
     schema_: dict[str, Any] = Field(alias="schema", examples=[SCHEMA_EXAMPLE])
-    """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
+    """The JSON schema that the text satisfies (docs/reference/api.md#structured-answers). At most
     65536 bytes."""
 
 
@@ -132,7 +132,7 @@ class OutputConfig(Body):
     """Anthropic's `output_config`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
+    """A variable of the chat template, if it reads one (docs/guide/tools.md#reasoning)."""
     format: JsonFormat | None = None
     """A schema that the text satisfies. Default: any text."""
 
@@ -158,8 +158,8 @@ class CountTokensRequest(ModelField, TemplateFields):
         Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
         | None
     ) = None
-    """Tools that the model may call (docs/tools.md). Tools with another `type` than `custom` are
-    skipped. The answer names their types in `skipped_tools`."""
+    """Tools that the model may call (docs/guide/tools.md). Tools with another `type` than `custom`
+    are skipped. The answer names their types in `skipped_tools`."""
     tool_choice: MessagesToolChoice | None = None
     """Whether the answer is text, calls, or either. Default: `auto`."""
     thinking: Thinking | None = None

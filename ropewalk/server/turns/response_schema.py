@@ -44,7 +44,7 @@ class FunctionTool(Body):
     """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
     """With true, a keyword that cannot be kept is refused. With false, the arguments may be any
-    object. Default: they satisfy the schema as far as a grammar keeps it (docs/tools.md)."""
+    object. Default: they satisfy the schema as far as a grammar keeps it (docs/guide/tools.md)."""
     output_schema: dict[str, Any] | None = Field(None, examples=[{"type": "string"}])
     """A hint without effect."""
     allowed_callers: list[str] | None = None
@@ -132,7 +132,7 @@ class TextFormat(Body):
     name: str | None = Field(None, min_length=1, max_length=64, examples=["answer"])
     """A name without effect."""
     schema_: dict[str, Any] | None = Field(None, alias="schema", examples=[SCHEMA_EXAMPLE])
-    """The JSON schema that the text satisfies (docs/api.md#structured-answers). At most
+    """The JSON schema that the text satisfies (docs/reference/api.md#structured-answers). At most
     65536 bytes."""
     strict: bool | None = None
     """Without effect: every schema is strict."""
@@ -164,7 +164,7 @@ class ReasoningConfig(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": (None, "standard")}
 
     effort: ReasoningEffort | None = None
-    """A variable of the chat template, if it reads one (docs/tools.md#reasoning)."""
+    """A variable of the chat template, if it reads one (docs/guide/tools.md#reasoning)."""
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     """A hint without effect."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -213,16 +213,17 @@ class ResponsesRequest(HintFields, TemplateFields, RequestFields):
     tools: (
         Annotated[list[ToolItem], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes] | None
     ) = None
-    """Functions that the model may call (docs/tools.md). Tools of other types are skipped. The
-    answer names their types in `skipped_tools`."""
+    """Functions that the model may call (docs/guide/tools.md). Tools of other types are skipped.
+    The answer names their types in `skipped_tools`."""
     tool_choice: ToolChoiceField | None = Field(None, examples=["auto"])
-    """Whether the answer is text, calls, or either (docs/tools.md#requests). Default: `auto`."""
+    """Whether the answer is text, calls, or either (docs/guide/tools.md#requests). Default:
+    `auto`."""
     parallel_tool_calls: bool | None = None
     """With false, an answer has one call at most. Otherwise it has at most 8.
     Default: true."""
     max_output_tokens: int | None = Field(None, ge=1, le=INT64, examples=[100])
     """The limit of reasoning, text and calls together. Default: up to the longest context
-    (docs/rope.md)."""
+    (docs/reference/rope.md)."""
     text: TextConfig | None = None
     """The format of the answer's text. Default: any text."""
     reasoning: ReasoningConfig | None = None

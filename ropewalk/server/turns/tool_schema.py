@@ -75,7 +75,7 @@ class FunctionField(Body):
     """A JSON schema of an object. Default: the function takes no arguments."""
     strict: bool | None = None
     """With true, a keyword that cannot be kept is refused. With false, the arguments may be any
-    object. Default: they satisfy the schema as far as a grammar keeps it (docs/tools.md)."""
+    object. Default: they satisfy the schema as far as a grammar keeps it (docs/guide/tools.md)."""
     cache_control: CacheControl = None
 
 

@@ -60,7 +60,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarise(context_len: int, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return one length's statistics under the names of docs/bench.md.
+    """Return one length's statistics under the names of docs/guide/bench.md.
 
     Those of times are of answered requests without the warm-up, or None. Gaps between tokens are
     pooled over all requests.
@@ -113,7 +113,7 @@ def _tokens_per_s(records: Sequence[RequestRecord]) -> tuple[float | None, float
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the document of --json; its fields are described in docs/bench.md."""
+    """Return the document of --json; its fields are described in docs/guide/bench.md."""
     return {
         "url": report.target.url,
         "model": report.target.model,

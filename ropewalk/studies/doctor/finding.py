@@ -38,5 +38,5 @@ def checked(name: str, check: Callable[[], Finding]) -> Finding:
             "fail",
             name,
             f"cannot be checked: {type(error).__name__}: {first_line}",
-            "install ropewalk again into a new virtual environment (docs/deploy.md)",
+            "install ropewalk again into a new virtual environment (docs/guide/install.md)",
         )

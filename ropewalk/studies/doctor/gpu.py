@@ -59,7 +59,7 @@ def check_driver(torch: TorchFacts | None) -> Finding:
         return Finding("ok", "driver", text)
     text += f", torch for CUDA {cuda} needs {needed} or later"
     if int(told[0].partition(".")[0]) < needed and not is_used:
-        action = f"install {newer}, or a torch for an older CUDA (docs/deploy.md)"
+        action = f"install {newer}, or a torch for an older CUDA (docs/guide/install.md)"
         return Finding("fail", "driver", text, action)
     return Finding("ok", "driver", text)
 

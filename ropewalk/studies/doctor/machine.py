@@ -29,7 +29,7 @@ def check_processor() -> Finding:
         "warn",
         "processor",
         text,
-        "a processor with AVX2 is several times faster (docs/processors.md)",
+        "a processor with AVX2 is several times faster (docs/design/cpu-kernels.md)",
     )
 
 
@@ -87,7 +87,7 @@ def check_huge_pages() -> Finding:
         "warn",
         "huge pages",
         "never, so reading weights may take twice as long, most of all in a virtual machine",
-        f"as root, write madvise to {_HUGE_PAGES} (docs/processors.md)",
+        f"as root, write madvise to {_HUGE_PAGES} (docs/design/cpu-kernels.md)",
     )
 
 

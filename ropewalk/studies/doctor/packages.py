@@ -19,7 +19,7 @@ from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mism
 from ropewalk.server.wording import counted
 from ropewalk.studies.doctor.finding import Finding
 
-_AGAIN = "install ropewalk again into a new virtual environment (docs/deploy.md)"
+_AGAIN = "install ropewalk again into a new virtual environment (docs/guide/install.md)"
 _NAMED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "numba")
 _NEWEST_TRIED = (3, 13)
 _IMPORT_S = 120
@@ -159,7 +159,7 @@ def check_device(facts: TorchFacts, device: str) -> Finding:
             "warn",
             "device",
             f"{text}, and the kernels are made for {_shown(LEAST_CAPABILITY)} and later",
-            "use another card, or --device cpu (docs/deploy.md)",
+            "use another card, or --device cpu (docs/guide/install.md)",
         )
     return Finding("ok", "device", text)
 

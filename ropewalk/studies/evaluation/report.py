@@ -119,7 +119,7 @@ class LengthReport:
 def write_report(report: LengthReport, folder: Path) -> None:
     """Write results.json, results.csv and table.txt. Raises EvalError.
 
-    The fields are described in docs/evaluation.md.
+    The fields are described in docs/guide/evaluation.md.
     """
     lines = [_line(row) for row in report.rows]
     csv_text = io.StringIO()

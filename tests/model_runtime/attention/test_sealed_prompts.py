@@ -131,7 +131,7 @@ def test_decodes_read_their_own_page_apart(seed: int) -> None:
 
 @pytest.mark.parametrize(("first", "num_groups", "share"), [(8192, 8, 2.5), (8190, 9, 3.5)])
 def test_a_large_chunk_has_few_groups(first: int, num_groups: int, share: float) -> None:
-    """Of 2,048 tokens, as docs/kv-cache.md has it; `share`: keys between, of those of the chunk."""
+    """Of 2,048 tokens (docs/design/kv-cache.md); `share`: keys between, of the chunk's keys."""
     span = Span([0] * 2048, first, list(range(200)), 0, range(0))
     store: Any = SimpleNamespace(page_size=64, most_numbers=1, dtype=torch.float32, device=CPU)
     batch, own = build_batch([span], 64, CPU), own_pages([span], store)

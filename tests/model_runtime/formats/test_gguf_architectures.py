@@ -35,8 +35,8 @@ def test_every_architecture_of_the_table_has_a_case() -> None:
 
 
 def test_the_page_is_written_from_the_tables() -> None:
-    """`python -m tests.gguf_page > docs/gguf.md` after a change."""
-    assert (Path(__file__).parents[3] / "docs" / "gguf.md").read_text() == page()
+    """`python -m tests.gguf_page > docs/reference/gguf.md` after a change."""
+    assert (Path(__file__).parents[3] / "docs/reference/gguf.md").read_text() == page()
 
 
 @pytest.mark.sampled

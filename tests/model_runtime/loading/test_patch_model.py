@@ -33,7 +33,7 @@ TRIED = (*sampled(SERVED, fixed=["llama"]), *sampled(REFUSED))
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Architectures of docs/models.md, patched or refused."""
+    """Architectures of docs/reference/models.md, patched or refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: outcome(name) for name in TRIED}
@@ -56,8 +56,8 @@ def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: 
 
 
 def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -> None:
-    """`python -m tests.models_page > docs/models.md` writes the page anew."""
-    written = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    """`python -m tests.models_page > docs/reference/models.md` writes the page anew."""
+    written = (Path(__file__).parents[3] / "docs/reference/models.md").read_text()
     made = page(list(outcomes.values()))
     if IS_WHOLE:
         assert written == made

@@ -28,7 +28,7 @@ from ropewalk.model_runtime.text.schema_keywords import (
 from ropewalk.model_runtime.text.whitespace import NONE
 from tests.model_runtime.text.tools.test_call_grammar import tokenizer, vocabulary
 
-API_PAGE = Path(__file__).parents[3] / "docs/api.md"
+API_PAGE = Path(__file__).parents[3] / "docs/reference/api.md"
 OBJECT, ARRAY = {"type": "object"}, {"type": "array"}
 # keyword -> (schema, valid values, invalid values)
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {

@@ -7,7 +7,7 @@ from tests.servers.processes import running_server, without_replicas
 
 pytestmark = [pytest.mark.alone, without_replicas]
 
-# `benchmarks.server.long_bodies` measures the largest bodies of a long context; docs/api.md.
+# `benchmarks.server.long_bodies` measures the largest bodies of a long context.
 FLAGS = ("--rope-scaling", '{"rope_type": "yarn", "factor": 64}', "--kv-cache-tokens", "32768")
 KINDS = [
     "completions, ids",

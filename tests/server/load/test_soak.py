@@ -1,7 +1,7 @@
 """Mixed load on a small queue and a small cache: no request lost, no leak, every count right.
 
 SOAK_SECONDS, SOAK_SEED and SOAK_OUT (a folder for soak.json and soak.png) as in
-docs/reliability.md.
+docs/design/reliability.md.
 """
 
 import os

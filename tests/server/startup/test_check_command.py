@@ -128,7 +128,7 @@ def test_a_gguf_file_needs_a_model_folder(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     """The lines about threads, products and memory are the machine's."""
-    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/settings.md").read_text()
     before, sample = page.split("ropewalk config check ropewalk.yaml\n", 1)
     path = tmp_path / "ropewalk.yaml"
     path.write_text(before.rpartition("<<'YAML'\n")[2].removesuffix("YAML\n"))

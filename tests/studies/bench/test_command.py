@@ -276,8 +276,8 @@ def test_words_come_close_to_the_length(length: int) -> None:
 
 
 def test_every_option_and_field_is_documented(measured: Run) -> None:
-    """Each row of docs/bench.md also states the default."""
-    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
+    """Each row of docs/guide/bench.md also states the default."""
+    page = (Path(__file__).parents[3] / "docs/guide/bench.md").read_text()
     for option in bench.params:
         if option.opts != ["url"]:
             (row,) = re.findall(rf"^\| `{option.opts[0]}` \|.*", page, re.MULTILINE)

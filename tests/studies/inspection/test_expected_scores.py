@@ -62,7 +62,7 @@ def test_real_scores_have_the_expected_mean_and_spread(embedded: Checkpoint) -> 
 
 
 def test_past_the_native_length_the_decay_ends_and_yarn_carries_it_on(embedded: Checkpoint) -> None:
-    """The mean is over all heads; docs/rope.md states its numbers."""
+    """The mean is over all heads; docs/design/rotation.md says so."""
     layers = head_statistics(embedded, sequences(embedded), range(4)).values()
     native = embedded.native.tables["all"]
     yarn = native.frequencies(Yarn(factor=8.0, original_max_position_embeddings=256))

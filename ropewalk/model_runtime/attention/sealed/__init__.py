@@ -1,1 +1,1 @@
-"""A cache whose full pages are in few bits (docs/kv-cache.md)."""
+"""A cache whose full pages are in few bits (docs/design/kv-cache.md)."""

@@ -22,7 +22,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 # How far ahead memory is prefetched: more than a latency of 100 ns at 30 GB/s, and not much more.
 # Further ahead, whole bytes are read at two thirds of the rate on an AMD EPYC of the fifth
-# generation (benchmarks/results.md).
+# generation (benchmarks/results/epyc-4.md).
 _AHEAD_OF_BYTES, _AHEAD_OF_WORDS = 4 << 10, 8 << 10
 
 

@@ -1,1 +1,1 @@
-"""Kernels over sealed pages, whose keys and values are in eight or four bits (docs/kv-cache.md)."""
+"""Kernels over sealed pages: keys and values in eight or four bits (docs/design/kv-cache.md)."""

@@ -9,7 +9,7 @@ neighbouring bytes makes two registers. Both halves of a channel have parameters
 first halves, and behind them those of all second ones.
 
 An open page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
-head. `docs/kv-cache.md` has the rule that says which page is read in which form.
+head. `docs/design/kv-cache.md` has the rule that says which page is read in which form.
 
 Shapes: N = sealed pages, X = open pages, G = staged pages, K = key heads, R = bytes of a record,
 E = numbers of an open page and head, D = key dimensions, V = value dimensions, O = offsets in a

@@ -1,7 +1,8 @@
 """The architectures that are read: each file's metadata as a config of transformers.
 
 Sources: llama.cpp's converters (the folder `conversion`), which wrote the files, and its model
-graphs for what they leave out. tests/gguf_page.py writes the table of docs/gguf.md from here.
+graphs for what they leave out. tests/gguf_page.py writes the table of docs/reference/gguf.md
+from here.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,1 +1,1 @@
-"""A cache whose full pages are in few bits, on a GPU (docs/kv-cache.md)."""
+"""A cache whose full pages are in few bits, on a GPU (docs/design/kv-cache.md)."""

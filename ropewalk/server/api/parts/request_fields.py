@@ -33,10 +33,11 @@ class RequestFields(ModelField):
     """The same seed gives the same tokens in any batch, on a GPU within rounding. Default: a random
     one."""
     stream: bool | None = None
-    """The response is a stream of server-sent events (docs/api.md#streams). Default: false."""
+    """The response is a stream of server-sent events (docs/reference/api.md#streams). Default:
+    false."""
     cache_salt: str | None = Field(None, max_length=128, examples=["tenant-1"])
     """Requests with different salts never share cached prefixes (vLLM's field). Neither do those of
-    API keys with different names (docs/deploy.md#api-keys-and-their-bounds)."""
+    API keys with different names (docs/guide/securing.md#api-keys)."""
     max_time: float | None = Field(None, gt=0, le=largest("max_request_seconds"), examples=[30])
     """Seconds from the arrival of the whole body to the end. An answer that has begun then ends
     with what it has, and `finish_reason` is `length`. A request without a token gets 408 with the

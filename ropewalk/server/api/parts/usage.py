@@ -28,7 +28,8 @@ class CompletionTokensDetails(Body):
     reasoning_tokens: int | None = Field(None, exclude_if=is_none, examples=[120])
     """Tokens of the reasoning. Absent if the model's reasoning is not separated from its text."""
     accepted_prediction_tokens: int | None = Field(None, exclude_if=is_none, examples=[40])
-    """Tokens of drafts that were chosen (docs/speculation.md). Absent without `prediction`."""
+    """Tokens of drafts that were chosen (docs/design/speculation.md). Absent without
+    `prediction`."""
     rejected_prediction_tokens: int | None = Field(None, exclude_if=is_none, examples=[8])
     """Tokens of drafts that were not chosen. Absent without `prediction`."""
 

@@ -62,7 +62,7 @@ class AnswerMessage(Body):
     refusal: None = Field(None, examples=[None])
     """Null, because no answer is a refusal."""
     reasoning_content: str | None = Field(None, exclude_if=is_none, examples=["They ask for one."])
-    """The reasoning. Absent if there is none (docs/tools.md#reasoning)."""
+    """The reasoning. Absent if there is none (docs/guide/tools.md#reasoning)."""
     reasoning: str | None = Field(None, exclude_if=is_none, examples=["They ask for one."])
     """The same as `reasoning_content`."""
     tool_calls: list[AnswerCall] | None = Field(None, exclude_if=is_none)
@@ -81,7 +81,7 @@ class Delta(Body):
     reasoning: str | None = Field(None, exclude_if=is_none, examples=["They"])
     """The same as `reasoning_content`."""
     tool_calls: list[DeltaCall] | None = Field(None, exclude_if=is_none)
-    """The next pieces of calls (docs/tools.md#streams)."""
+    """The next pieces of calls (docs/guide/tools.md#streams)."""
 
 
 class ChatChoice(Body):
@@ -94,7 +94,7 @@ class ChatChoice(Body):
     logprobs: ChatLogprobs | None = None
     """The logprobs of the text's tokens, or null."""
     finish_reason: str | None = Field(None, examples=["stop"])
-    """`stop`, `length` or `tool_calls` (docs/tools.md#answers), or null while the answer goes
+    """`stop`, `length` or `tool_calls` (docs/guide/tools.md#answers), or null while the answer goes
     on."""
     rope: RopeAnswer
     """The scaling that was applied."""
@@ -112,7 +112,7 @@ class ChunkChoice(Body):
     logprobs: ChatLogprobs | None = None
     """The logprobs of the text's tokens, or null."""
     finish_reason: str | None = Field(None, examples=["stop"])
-    """`stop`, `length` or `tool_calls` (docs/tools.md#answers), or null while the answer goes
+    """`stop`, `length` or `tool_calls` (docs/guide/tools.md#answers), or null while the answer goes
     on."""
     rope: RopeAnswer
     """The scaling that was applied."""

@@ -38,7 +38,7 @@ class ScalingEntry(Body):
     rope_type: str = Field(examples=["yarn"])
     """The method of a request that names none."""
     policy: str = Field(examples=["grow"])
-    """The policy of a request that names none (docs/rope.md#policies)."""
+    """The policy of a request that names none (docs/reference/rope.md#policies)."""
     tiers: list[TierEntry]
     """The tiers of a request without `rope`."""
     allowed_rope_types: list[str] = Field(examples=[["default", "yarn"]])
@@ -52,9 +52,10 @@ class ScalingEntry(Body):
     aliases: list[str] | None = Field(None, exclude_if=is_none, examples=[["gpt-4o"]])
     """Other names of the deployment. Absent if there are none."""
     kv_cache_dtype: str = Field(examples=["auto"])
-    """The format of the server's cache (docs/kv-cache.md)."""
+    """The format of the server's cache (docs/guide/kv-cache.md)."""
     tool_format: str | None = Field(examples=["hermes"])
-    """How the model writes calls (docs/tools.md#formats). Null: requests with tools are refused."""
+    """How the model writes calls (docs/guide/tools.md#formats). Null: requests with tools are
+    refused."""
     reasoning: str | None = Field(examples=["<think>"])
     """The marker that opens the reasoning, or null if none is known."""
 
@@ -65,7 +66,7 @@ class CacheEntry(Body):
     tokens: int = Field(examples=[16384])
     """Tokens of the whole cache."""
     bytes: dict[str, int] = Field(examples=[{"pages": 67108864}])
-    """Bytes by part (docs/metrics.md)."""
+    """Bytes by part (docs/reference/metrics.md)."""
 
 
 class Model(Body):
@@ -86,8 +87,8 @@ class Model(Body):
     meta: ModelMeta
     """Lengths under llama.cpp's names."""
     fingerprint: str | None = Field(None, exclude_if=is_none, examples=["4f2a90c1d3b7"])
-    """Tells servers apart whose answers differ (docs/router.md#servers-that-differ). Absent without
-    a `router_key`."""
+    """Tells servers apart whose answers differ (docs/design/router.md#servers-that-differ). Absent
+    without a `router_key`."""
     arithmetic: str | None = Field(None, exclude_if=is_none, examples=["1d3b74f2a90c"])
     """Tells servers apart whose bits differ. Absent without a `router_key`."""
     same_bits_in_any_batch: bool

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> FolderStore:
 
 
 def path_of(folder: FolderStore, key: bytes = KEY) -> Path:
-    """The file of a key, as docs/kv-disk.md describes it."""
+    """The file of a key, as docs/design/prefix-store.md describes it."""
     return folder.path / "v1" / bytes(range(16)).hex() / key.hex()[:2] / key.hex()
 
 
