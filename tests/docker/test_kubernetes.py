@@ -155,6 +155,34 @@ def test_probes_are_answered_with_the_settings_of_the_manifest(tmp_path: Path) -
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 15 * 60, "as in the image"
 
 
+def test_monitor_and_autoscaler_fit_the_server() -> None:
+    """A cluster's schema has the autoscaler; the monitor is an object of the operator."""
+    monitor, scaler = yaml.safe_load_all(
+        (MANIFEST.parent / "kubernetes.monitoring.yaml").read_text(encoding="utf-8")
+    )
+    service = OBJECTS["Service"]
+    assert set(monitor["spec"]) == {"selector", "endpoints"}
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert set(endpoint) == {"port", "path", "interval"}
+    assert (endpoint["port"], endpoint["path"]) == (service["spec"]["ports"][0]["name"], "/metrics")
+    target = {"apiVersion": "apps/v1", "kind": "Deployment"}
+    target["name"] = OBJECTS["Deployment"]["metadata"]["name"]
+    assert scaler["spec"]["scaleTargetRef"] == target
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    for each in scaler["spec"]["metrics"]:
+        assert f"| `{each['pods']['metric']['name']}` | gauge |" in page
+    try:
+        import kubernetes_validate
+    except ImportError:
+        missing("kubernetes-validate")
+    newest = kubernetes_validate.latest_version()
+    assert newest.startswith(kubernetes_validate.validate(scaler, newest, strict=True))
+    scaler["spec"]["maxReplica"] = 4
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(scaler, newest, strict=True)
+
+
 def unit() -> configparser.ConfigParser:
     """The unit's sections."""
     parser = configparser.ConfigParser(interpolation=None)
@@ -172,7 +200,7 @@ def test_the_unit_fits_the_server() -> None:
     assert "-HUP $MAINPID" in service["ExecReload"]
     assert service["RestartPreventExitStatus"] == str(USAGE_ERROR)
     assert "KillSignal" not in service, "SIGTERM is systemd's own choice"
-    page = (ROOT / "docs/settings.md").read_text()
+    page = (ROOT / "docs/reference/settings.md").read_text()
     for variable in re.findall(r"(\w+)=", service["Environment"]):
         assert f"`{variable}`" in page
 
