@@ -1,9 +1,13 @@
 """Help texts: whole words at every width, and no words that only this project knows."""
 
+import re
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from ropewalk.cli import ropewalk
+from ropewalk.server.settings.flags import FIRST
 
 COMMANDS = (["serve"], ["inspect"], ["bench"], ["eval"], ["config", "check"])
 
@@ -55,3 +59,19 @@ def test_values_have_names_of_the_field_and_not_of_python(command: list[str]) ->
     text = help_of(command, 100)
     for word in ("INTEGER", "FLOAT", "RANGE", "DIRECTORY"):
         assert word not in text
+
+
+def test_the_settings_to_know_first_come_first() -> None:
+    """In the help of `serve`, once each, and in the table of the page."""
+    text = help_of(["serve"], 100)
+    first = text.partition("Ten to know first:\n")[2].partition("\n\n")[0]
+    flags = [f"--{name.replace('_', '-')}" for name in FIRST]
+    lines = re.findall(r"^  (-.*)", first, re.MULTILINE)
+    assert len(lines) == len(flags)
+    assert all(flag in re.split("[, ]+", line) for flag, line in zip(flags, lines, strict=True))
+    assert all(
+        len(re.findall(rf"^  (?:-.*, )?{flag}\b", text, re.MULTILINE)) == 1 for flag in flags
+    )
+    page = (Path(__file__).parents[2] / "docs/reference/settings.md").read_text()
+    table = page.partition("## Ten to know first")[2].partition("\n## ")[0]
+    assert all(f"`{flag}`" in table for flag in flags)

@@ -10,6 +10,12 @@ from ropewalk.server.settings.problems import variable_of
 from ropewalk.server.wording import HelpCommand
 
 _MODEL_FLAG = "model_flag"  # the argument has the name of the setting
+# Settings that most operators set, in the order of help and docs/reference/settings.md.
+FIRST = (
+    *("max_model_len", "rope_scaling", "rope_policy", "dtype", "kv_cache_gib", "max_num_seqs"),
+    *("host", "port", "api_key_file", "config"),
+)
+_FIRST_HEADING = "Ten to know first"
 
 
 class SettingOption(click.Option):
@@ -36,12 +42,16 @@ class SettingsCommand(HelpCommand):
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections in the order of the settings, then the other options."""
+        """Write the settings to know first, the other sections in order, then other options."""
+        params = self.get_params(ctx)
+        first = FIRST if {*FIRST} <= {param.name for param in params} else ()
+        rank = {name: place for place, name in enumerate(first)}
         records: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in sorted(params, key=lambda each: rank.get(str(each.name), len(rank))):
             record = param.get_help_record(ctx)
             if isinstance(param, click.Option) and record is not None:
                 heading = param.heading if isinstance(param, SettingOption) else "Options"
+                heading = _FIRST_HEADING if param.name in rank else heading
                 records.setdefault(heading, []).append(record)
         for heading, of_section in records.items():
             with formatter.section(heading):
