@@ -116,7 +116,7 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \
-		tests/model_runtime/attention/test_triton_sealed.py \
+		tests/model_runtime/attention/test_triton_quantised.py \
 		tests/model_runtime/gpu
 	$(GPU_TEST) -m alone tests/gpu
 

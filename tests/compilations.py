@@ -43,7 +43,7 @@ PLACED = [
     *(Profile(Unscaled(), logn_len, each) for each in METHODS for logn_len in (None, 128)),
 ]
 CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
-SEALED = replace(CONFIG, page_size=32, kv_cache_dtype="k8v4")
+QUANTISED = replace(CONFIG, page_size=32, kv_cache_dtype="k8v4")
 
 
 def random_steps(
@@ -66,7 +66,7 @@ def random_steps(
             ]
             rows = draw.choice((range(num_tokens - 1, num_tokens), range(num_tokens), range(0)))
             span = Span([0] * num_tokens, first, pages, draw.randrange(num_tables), rows)
-            spans.append(span._replace(open_page=len(spans)))
+            spans.append(span._replace(tail_page=len(spans)))
         if not any(span.logit_rows for span in spans):
             spans[-1] = spans[-1]._replace(logit_rows=range(1))
         yield spans
@@ -136,8 +136,8 @@ class Compared:
 def main() -> None:
     """Print one line for each chosen architecture: kernels compiled by the warm-up, and afterwards.
 
-    The last lines are of a Llama with position methods, and of sealed pages. `direct`: launches of
-    serving without Triton's Python.
+    The last lines are of a Llama with position methods, and of quantised pages. `direct`: launches
+    of serving without Triton's Python.
     """
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
@@ -157,12 +157,12 @@ def main() -> None:
     checkpoints = {name: tiny_checkpoint(name) for name in CHOSEN}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
-    backends.has_gpu_kernels = lambda _: True  # for sealed pages
+    backends.has_gpu_kernels = lambda _: True  # for quantised pages
     cases = [(name, checkpoint, PROFILES, CONFIG) for name, checkpoint in checkpoints.items()]
     llama = checkpoints["llama"]
     cases += [
-        ("methods", llama, PLACED, CONFIG), ("sealed", llama, PROFILES, SEALED),
-        ("sealed, methods", llama, PLACED, SEALED),
+        ("methods", llama, PLACED, CONFIG), ("quantised", llama, PROFILES, QUANTISED),
+        ("quantised, methods", llama, PLACED, QUANTISED),
     ]  # fmt: skip
     for name, checkpoint, profiles, limits in cases:
         groups, _ = group_layers(checkpoint.windows, checkpoint.plans, CONFIG.max_model_len)

@@ -24,8 +24,8 @@ from triton.runtime import driver
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan, LayerRead
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.gpu.cards.card import Card
 from ropewalk.model_runtime.gpu.launch import Kernel
 from ropewalk.rope import DualChunk, ReRope
@@ -66,19 +66,19 @@ CASES = {
     "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
 }  # fmt: skip
 FEW = ("as served", "wide")
-SEALED_SPANS = ((3001, 1), (70, 3), (300, 200))
-SEALED_CASES = {
-    "sealed": Case(**LLAMA, spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64),
-    "sealed, all": Case(
-        heads=(6, 2), dims=(80, 64), spans=SEALED_SPANS, rotary_share=0.5, dtype=torch.bfloat16,
+QUANTISED_SPANS = ((3001, 1), (70, 3), (300, 200))
+QUANTISED_CASES = {
+    "quantised": Case(**LLAMA, spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64),
+    "quantised, all": Case(
+        heads=(6, 2), dims=(80, 64), spans=QUANTISED_SPANS, rotary_share=0.5, dtype=torch.bfloat16,
         window=90, softcap=30.0, has_sinks=True, page_size=96,
     ),
-    "sealed, rerope": Case(
-        **LLAMA, spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64, positions=ReRope(40),
+    "quantised, rerope": Case(
+        **LLAMA, spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64, positions=ReRope(40),
     ),
-    "sealed, float32": Case(spans=SEALED_SPANS, page_size=64),
-    "sealed, wide": Case(
-        heads=(8, 4), dims=(256, 256), spans=SEALED_SPANS, dtype=torch.bfloat16, page_size=64,
+    "quantised, float32": Case(spans=QUANTISED_SPANS, page_size=64),
+    "quantised, wide": Case(
+        heads=(8, 4), dims=(256, 256), spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64,
     ),
 }  # fmt: skip
 
@@ -138,7 +138,7 @@ def _only_compiled(case: str, read: LayerRead | None = None) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             kernel = function.warmup(*args, grid=grid, **options)
             line = {"case": case, "kernel": function.__name__, **usage(kernel)}
-            if function.__name__ == "_seal":  # whose quotients are those of a CPU
+            if function.__name__ == "_quantise":  # whose quotients are those of a CPU
                 line["approximate"] = re.findall(r"(?:div|rcp)\.(?:full|approx)\S*", ptx_of(kernel))
             if function.__name__ == "_add":  # all warps read what one of them writes
                 code = ptx_of(kernel)
@@ -221,17 +221,17 @@ def _compile_draws() -> None:
         draw_rows(logits_RV, cuts_RC, logits_RV, (True, True, True))
 
 
-def _compile_sealed() -> None:
-    """Writes and reads of sealed pages: a decode, a prompt within a page, and one over pages."""
-    from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
+def _compile_quantised() -> None:
+    """Writes and reads of quantised pages: a decode, a prompt within a page, and one over pages."""
+    from ropewalk.model_runtime.gpu.quantised.backend import QuantisedTritonAttention
 
-    for (name, case), kind in product(SEALED_CASES.items(), FORMATS):
+    for (name, case), kind in product(QUANTISED_CASES.items(), FORMATS):
         laid = Laid(case, torch.device("cpu"))
         Kernel.__getitem__ = _only_compiled(f"{name}, {kind}", laid.read)
         (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
         plan = LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)
         layout = CacheLayout({0: plan}, case.dtype, case.page_size, kind)
-        store = SealedCache(layout, 2, num_open=3, device_backend=SealedTritonAttention)
+        store = QuantisedCache(layout, 2, num_tails=3, device_backend=QuantisedTritonAttention)
         places = laid.batch.places_S
         spans = [
             Span([0] * each.num_tokens, each.first_position, [0] * 99, each.table_id, range(0))
@@ -241,10 +241,10 @@ def _compile_sealed() -> None:
         num_tokens = len(batch.page_T)
         key_TKD = torch.randn(num_tokens, num_key_heads, dim, dtype=case.dtype)
         value_TKV = torch.randn(num_tokens, num_key_heads, value_dim, dtype=case.dtype)
-        attention = SealedTritonAttention(batch)
+        attention = QuantisedTritonAttention(batch)
         attention.write(*store.pages(0), key_TKD, value_TKV)
-        records, opened = store.pages(0)
-        attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=opened))
+        records, tails = store.pages(0)
+        attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=tails))
         assert num_heads
 
 
@@ -287,7 +287,7 @@ def main() -> None:
         _compile_draws()
         return
     _compile_reads(CASES)
-    _compile_sealed()
+    _compile_quantised()
     _compile_layers()
     _compile_states()
     _compile_draws()

@@ -137,9 +137,9 @@ TARGETS = {
             for name in ("batch", "work_list", "prompt_groups", "rope_tables", "cpu_backend")
         ),
     ),
-    "sealed pages": Target(
-        ("model_runtime/attention/sealed/*.py",),
-        (f"{_RUNTIME}/attention/test_sealed_pages.py", "tests/promises/test_any_serving.py"),
+    "quantised pages": Target(
+        ("model_runtime/attention/quantised/*.py",),
+        (f"{_RUNTIME}/attention/test_quantised_pages.py", "tests/promises/test_any_serving.py"),
     ),
     "packed weights": Target(
         ("model_runtime/layers/packed_*.py", "model_runtime/tracing/passes.py"),

@@ -18,7 +18,7 @@ import click
 import structlog
 import torch
 
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, PagedContext
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading import checkpoint
@@ -31,12 +31,12 @@ SHARES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001, 0.00003, 0.00001)
 
 @contextmanager
 def _changed_calls(change: Callable[[AttentionCall], AttentionCall]) -> Iterator[None]:
-    attend = PagedStep.attend
+    attend = PagedContext.attend
 
-    def changed(step: PagedStep, layer_idx: int, call: AttentionCall) -> Any:
+    def changed(step: PagedContext, layer_idx: int, call: AttentionCall) -> Any:
         return attend(step, layer_idx, change(call))
 
-    with patch.object(PagedStep, "attend", changed):
+    with patch.object(PagedContext, "attend", changed):
         yield
 
 

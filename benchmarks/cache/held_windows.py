@@ -13,7 +13,7 @@ from typing import Any
 import click
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment

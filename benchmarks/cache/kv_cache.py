@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.cpu.weights import times_of
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.page_format import (
+from ropewalk.model_runtime.attention.quantised.page_format import (
     EXACT,
     FORMATS,
     ROUNDED,
@@ -51,7 +51,7 @@ class Held:
     def span(self, token_ids: list[int], first: int, num_rows: int) -> Span:
         """Return tokens of which the last rows have logits."""
         rows = range(len(token_ids) - num_rows, len(token_ids))
-        return Span(token_ids, first, self.pages, self.table_id, rows)._replace(open_page=0)
+        return Span(token_ids, first, self.pages, self.table_id, rows)._replace(tail_page=0)
 
     def scored(self, token_ids: list[int], num_rows: int) -> Tensor:
         """Return the logprobs of the last rows, float64 [R, V]."""

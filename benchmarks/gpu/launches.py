@@ -23,7 +23,7 @@ from benchmarks.models.llama import Shape, llama_config
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedContext
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
@@ -122,7 +122,7 @@ def launches(num_layers: int, replace: Replace) -> Mapping[str, int]:
     table_id = tables.id_of(Profile(native.tables[native.scaled_layer_type].scaling))
     pages = range(_MAX_LEN // PAGE_SIZE)
     batch = build_batch([Span([5], _CONTEXT, pages, table_id, [0])], PAGE_SIZE, cpu)
-    step = PagedStep(batch, store, tables, plans, TritonAttention)
+    step = PagedContext(batch, store, tables, plans, TritonAttention)
     with torch.inference_mode():
         return Launches().run(
             lambda: model(

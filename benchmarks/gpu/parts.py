@@ -35,7 +35,7 @@ from benchmarks.gpu.model_inputs import (
 from benchmarks.gpu.needs import lacks_to_serve
 from benchmarks.gpu.server import ServerError, serve_and_load
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from ropewalk.model_runtime.attention.sealed.page_format import seals
+from ropewalk.model_runtime.attention.quantised.page_format import quantises
 from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 
 DEFAULT_DRAFT_TOKENS = 15
@@ -103,9 +103,9 @@ class EngineConfig:
         return lower_store_setting(self)
 
     @property
-    def seals_pages(self) -> bool:
+    def quantises_pages(self) -> bool:
         """Return whether full pages are held in few bits (docs/design/kv-cache.md)."""
-        return seals(self.kv_cache_dtype)
+        return quantises(self.kv_cache_dtype)
 
     @property
     def max_decode_rows(self) -> int:
@@ -119,9 +119,10 @@ class EngineConfig:
     def max_prompt_rows(self) -> int:
         """Return the most rows of a captured step with prompts (cuda_graphs.py); 0: none has any.
 
-        A state advances token by token, and a cache in few bits seals a page before the next one.
+        A state advances token by token, and a cache in few bits quantises a page before the next
+        one.
         """
-        is_plain = not self.num_state_slots and not self.seals_pages
+        is_plain = not self.num_state_slots and not self.quantises_pages
         return self.max_num_batched_tokens if is_plain else 0
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from tests.fixed_costs import fix_step_costs
 from tests.oracles.draft_adversary import Adversary, use_adversary
-from tests.oracles.sealed_reference import SMALL_GROUPS
+from tests.oracles.quantised_reference import SMALL_GROUPS
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from tests.doubles.engines import (
 )
 from tests.doubles.tokens import byte_tokenizer
 from tests.oracles.draft_adversary import Adversary, Company, tell
-from tests.oracles.sealed_reference import BITS
+from tests.oracles.quantised_reference import BITS
 
 pytestmark = pytest.mark.usefixtures("small_groups")
 

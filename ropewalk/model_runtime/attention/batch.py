@@ -25,7 +25,7 @@ from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 
 if TYPE_CHECKING:
-    from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
+    from ropewalk.model_runtime.attention.quantised.own_pages import OwnPages
     from ropewalk.model_runtime.attention.state_store import DeviceParts
 
 NO_SLOT = -1  # of a part whose states begin with zeros
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     table_id: int  # index of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
     states: Sequence[StatePart] = ()  # all of its tokens, in order; none if a model has no states
-    open_page: int = 0  # of its sequence, in a cache that seals pages
+    tail_page: int = 0  # of its sequence, in a cache that quantises pages
 
 
 class Place(NamedTuple):
@@ -254,7 +254,7 @@ def single_rows(spans: Sequence[Span]) -> list[Span]:
             span.pages,
             span.table_id,
             range(1),
-            open_page=span.open_page,
+            tail_page=span.tail_page,
         )
         for span in spans
         for row, token_id in enumerate(span.token_ids)

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, ROUNDED, seals
+from ropewalk.model_runtime.attention.quantised.page_format import (
+    EXACT,
+    FORMATS,
+    ROUNDED,
+    quantises,
+)
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.page_groups import ONE_GROUP, LayerShape, PageGroups, group_layers
 from ropewalk.model_runtime.state_shape import StateShape
@@ -47,13 +52,13 @@ class CacheLayout:
                 f"kv_cache_dtype {self.format} needs the dtype float32 or bfloat16, and the "
                 "model's is float16"
             )
-        if self.seals:
+        if self.quantises:
             FORMATS[self.format].check(self.layers)
 
     @property
-    def seals(self) -> bool:
+    def quantises(self) -> bool:
         """Return whether full pages are held in few bits (docs/kv-cache.md)."""
-        return seals(self.format)
+        return quantises(self.format)
 
     @property
     def number_type(self) -> torch.dtype:
@@ -93,7 +98,7 @@ class CacheLayout:
     def token_bytes(self) -> int:
         """Return the bytes of a token in all layers, with places that no layer has, rounded up."""
         num_bytes = self.exact_bytes // self.dtype.itemsize * self.number_type.itemsize
-        if self.seals:
+        if self.quantises:
             num_bytes = -(
                 -FORMATS[self.format].page_bytes(self.layers, self.page_size) // self.page_size
             )
@@ -111,14 +116,14 @@ class CacheLayout:
         return self.token_bytes * self.page_size // self.groups.num_groups
 
     @property
-    def open_bytes(self) -> int:
-        """Return the bytes of a sequence's open page in all layers; 0 if no page is sealed."""
-        return self.exact_bytes * self.page_size if self.seals else 0
+    def tail_bytes(self) -> int:
+        """Return the bytes of a sequence's tail page in all layers; 0 if no page is quantised."""
+        return self.exact_bytes * self.page_size if self.quantises else 0
 
     @property
     def stage_bytes(self) -> int:
-        """Return the bytes of a staged page, which is of one layer; 0 if no page is sealed."""
-        return self.page_size * max(map(self._exact_bytes, self.layers.values())) * self.seals
+        """Return the bytes of a staged page, which is of one layer; 0 if no page is quantised."""
+        return self.page_size * max(map(self._exact_bytes, self.layers.values())) * self.quantises
 
     @property
     def slot_bytes(self) -> int:

@@ -97,14 +97,14 @@ class SlotStore(Protocol):
         """Return the parts of a step's sequences in the same way."""
 
 
-class StateStep(Protocol):
+class StateContext(Protocol):
     """The object in the keyword, as layers with states use it."""
 
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Return the result of a layer with states."""
 
 
-class Step(Protocol):
+class AttentionContext(Protocol):
     """The object in the keyword, which computes each layer's call."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
@@ -180,8 +180,8 @@ class Backend(Protocol):
         """Return the attention of a layer, [T, H, V]; float32, or the query's dtype."""
 
 
-class PagedStep:
-    """A step over the paged cache. `backend` prepares the data that all layers use."""
+class PagedContext:
+    """The context of a step over the paged cache; `backend` prepares what all layers use."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ def paged_attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention, with transformers' signature, by the step in the arguments."""
-    step: Step | None = arguments.get(STEP)
+    step: AttentionContext | None = arguments.get(STEP)
     if step is None:
         raise StepMissingError(module)
     scaling = arguments.get("scaling")

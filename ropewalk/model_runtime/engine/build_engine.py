@@ -7,8 +7,8 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
@@ -148,8 +148,8 @@ def build_runner(
     try:
         # One extra page for the padding of a captured step.
         num_spare = 1 if captures_graphs(checkpoint, config) else 0
-        num_pages, num_open = config.num_pages + num_spare, config.max_num_seqs + num_spare
-        store = new_store(layout, num_pages, checkpoint.device, num_open=num_open)
+        num_pages, num_tails = config.num_pages + num_spare, config.max_num_seqs + num_spare
+        store = new_store(layout, num_pages, checkpoint.device, num_tails=num_tails)
         states = state_store(checkpoint.states, config.num_state_slots, checkpoint.device)
     except (MemoryError, RuntimeError) as error:  # the latter by torch on a GPU
         slots = f" beside {config.num_state_slots} slots of states" if checkpoint.states else ""
@@ -174,7 +174,7 @@ def warm_up(
     """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
 
     Every layer launches all of its kernels: with all rows, and with those that need logits. Pages
-    that are sealed are filled and crossed, too. Then a token is drawn with every kernel of
+    that are quantised are filled and crossed, too. Then a token is drawn with every kernel of
     a draw. The steps write only to `page`, which no sequence may hold. `num_long_tokens`: of the
     shortest prompt that has kernels of its own; 0: none has.
     """
@@ -195,7 +195,7 @@ def warm_up(
     sample_rows(logits_RV[:1], [0], [drawn])
     if config.kv_cache_dtype != EXACT:
         runner.run([decode])  # a step within one page can be one compiled call
-    if config.seals_pages:  # and one across pages is a call for each layer
+    if config.quantises_pages:  # and one across pages is a call for each layer
         first = min(config.page_size - 1, config.max_model_len - num_tokens)
         runner.run([prompt._replace(first_position=first, pages=[page] * 2 * config.num_groups)])
     if config.num_state_slots and config.max_draft_tokens:

@@ -146,7 +146,7 @@ class Launcher:
             state.table[1],
             chunk.logit_rows,
             () if self._states is None else self._state_parts(self._states, chunk),
-            sequence.open_page,
+            sequence.tail_page,
         )
 
     @staticmethod

@@ -49,7 +49,7 @@ class Speculator:
     ) -> None:
         """Take the most rows of a step, and the most tokens of a sequence's draft.
 
-        `stays_in_page`: a draft ends with the page that it begins in. A sequence has one open page,
+        `stays_in_page`: a draft ends with the page that it begins in. A sequence has one tail page,
         and a wrong draft must not have overwritten it.
         """
         self._stays_in_page = stays_in_page
@@ -72,7 +72,7 @@ class Speculator:
         if most_rows <= 1:
             return None
         most = config.max_draft_tokens
-        return cls(most_rows, most, pages, observer, stays_in_page=config.seals_pages)
+        return cls(most_rows, most, pages, observer, stays_in_page=config.quantises_pages)
 
     @property
     def has_drafts(self) -> bool:

@@ -25,7 +25,7 @@ from ropewalk.model_runtime.attention.work_list import Cut, WorkList
 from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, sizes_of
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
-from ropewalk.model_runtime.gpu.page_sources import Pages, Sealed, page_sources
+from ropewalk.model_runtime.gpu.page_sources import Pages, Quantised, page_sources
 from ropewalk.model_runtime.gpu.primitives import (
     KERNEL_LN_2,
     LOG2_E,
@@ -35,7 +35,7 @@ from ropewalk.model_runtime.gpu.primitives import (
     product,
     row,
 )
-from ropewalk.model_runtime.gpu.sealed_numbers import sealed_keys, sealed_values
+from ropewalk.model_runtime.gpu.quantised_numbers import quantised_keys, quantised_values
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
 
@@ -64,9 +64,9 @@ def _decode(
 
     PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
     every period, and keys stand at their index without whole moduli, over the divisor.
-    KEY_BITS: earlier pages are sealed, and other pieces are left out. `keys` are then the records,
-    and `values` the same as float16. KIND is the type of the exact numbers.
-    OWN: the query's own page only. The table has the code of each token's open page.
+    KEY_BITS: earlier pages are quantised, and other pieces are left out. `keys` are then the
+    records, and `values` the same as float16. KIND is the type of the exact numbers.
+    OWN: the query's own page only. The table has the code of each token's tail page.
     """
     head, entry = tl.program_id(0), entries + FIELDS * tl.program_id(1)
     sequence, slot = tl.load(entry), tl.load(entry + 3)
@@ -122,7 +122,7 @@ def _decode(
         rest = (rest.to(tl.float32) * scaling).to(kind)
 
     if OWN:
-        open_page = (-1 - tl.load(page_table + token)) // 2
+        tail_page = (-1 - tl.load(page_table + token)) // 2
     else:
         table = page_table + sequence * table_width
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -141,7 +141,7 @@ def _decode(
         index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
         is_seen = index == start + t
         if OWN:
-            page = open_page.to(tl.int64)
+            page = tail_page.to(tl.int64)
             offset = index % PAGE
         elif PAGE % TILE == 0:
             # The tile is in one page, so its number is loaded once and not for every key.
@@ -163,11 +163,11 @@ def _decode(
         if PAIRS > 0:
             is_angle = (p < PAIRS)[None, :]
             if KEY_BITS > 0:
-                one = sealed_keys(
+                one = quantised_keys(
                     record, halves, offset[:, None], p[None, :], is_angle, 2 * PAIRS + REST, VALUES,
                     PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
                 )  # fmt: skip
-                two = sealed_keys(
+                two = quantised_keys(
                     record, halves, offset[:, None], (p + PAIRS)[None, :], is_angle,
                     2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
                 )  # fmt: skip
@@ -192,7 +192,7 @@ def _decode(
             scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
         if REST > 0:
             if KEY_BITS > 0:
-                plain = sealed_keys(
+                plain = quantised_keys(
                     record, halves, offset[:, None], (e + 2 * PAIRS)[None, :], (e < REST)[None, :],
                     2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, REST == REST_2,
                 ).to(kind)  # fmt: skip
@@ -210,7 +210,7 @@ def _decode(
         row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
         row_max = new_max
         if KEY_BITS > 0:
-            value = sealed_values(
+            value = quantised_values(
                 record, halves, offset[:, None], v[None, :], (v < VALUES)[None, :],
                 2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, GROUPS, VALUES == VALUES_2,
             ).to(kind)  # fmt: skip
@@ -279,7 +279,7 @@ def cut_of(read: LayerRead, tuning: Tuning, own_page: int = 0) -> Cut:
     num_places = max(1, num_programs // read.keys_NKDO.shape[1])
     tile, has_methods = sizes_of(read).tile, bool(read.tables.positions)
     if own_page:
-        tile = min(tile, own_page & -own_page)  # so that a tile of sealed keys is within a page
+        tile = min(tile, own_page & -own_page)  # so that a tile of quantised keys is within a page
     return Cut(read.sliding_window, tile, num_places, has_methods, own_page)
 
 
@@ -290,11 +290,11 @@ def decode(
     out_THV: Tensor,
     tuning: Tuning,
     *,
-    sealed: Sealed | None = None,
+    quantised: Quantised | None = None,
 ) -> None:
     """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    `work`: the contexts, cut as `cut_of` says with this tuning. `sealed`: None if `read` has all
+    `work`: the contexts, cut as `cut_of` says with this tuning. `quantised`: None if `read` has all
     pages.
     """
     num_heads, value_dim = out_THV.shape[1:]
@@ -302,7 +302,7 @@ def decode(
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
     outputs = out_THV, partials_LHV, lses_LH
-    for pages in page_sources(read, batch.page_table_SN, sealed, tuning.num_stages):
+    for pages in page_sources(read, batch.page_table_SN, quantised, tuning.num_stages):
         _launch(read, batch, work, outputs, pages, tuning.num_warps)
     sinks_H = read.sinks_H
     _merge[(len(batch.single_B), num_heads)](

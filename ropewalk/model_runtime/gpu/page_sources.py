@@ -1,4 +1,4 @@
-"""The pages that the GPU's decode reads: all in one launch, or sealed ones and own ones in two.
+"""The pages that the GPU's decode reads: all in one launch, or quantised ones and own ones in two.
 
 Shapes: T = flat query tokens, S = sequences, N = pages.
 """
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.gpu.primitives import key_strides
-from ropewalk.model_runtime.gpu.sealed_numbers import KINDS, Records
+from ropewalk.model_runtime.gpu.quantised_numbers import KINDS, Records
 
 _OWN_STAGES = 2  # one page is a few tiles, and none waits for the number of a page
 
 
-class Sealed(NamedTuple):
+class Quantised(NamedTuple):
     """The pages before the queries' own, which a read has exact."""
 
     records: Records
-    own_T: Tensor  # int64, code of each token's own page (`attention/sealed/own_pages.py`)
+    own_T: Tensor  # int64, code of each token's own page (`attention/quantised/own_pages.py`)
 
 
 class Pages(NamedTuple):
@@ -33,15 +33,15 @@ class Pages(NamedTuple):
 
 
 def page_sources(
-    read: LayerRead, page_table_SN: Tensor, sealed: Sealed | None, num_stages: int
+    read: LayerRead, page_table_SN: Tensor, quantised: Quantised | None, num_stages: int
 ) -> Iterator[Pages]:
-    """Yield the pages of each launch. `sealed`: None if `read` has all of the table's pages."""
+    """Yield the pages of each launch. `quantised`: None if `read` has all of the table's pages."""
     exact = read.keys_NKDO, read.values_NKOV
     strides = *key_strides(read.keys_NKDO), *read.values_NKOV.stride()
-    if sealed is None:
+    if quantised is None:
         yield Pages(exact, strides, page_table_SN, {}, num_stages)
         return
-    records = sealed.records
+    records = quantised.records
     form = {**records.form, "KIND": KINDS[read.keys_NKDO.dtype]}
     yield Pages(records.pages, records.strides, page_table_SN, form, num_stages)
-    yield Pages(exact, strides, sealed.own_T, {"OWN": True}, _OWN_STAGES)
+    yield Pages(exact, strides, quantised.own_T, {"OWN": True}, _OWN_STAGES)

@@ -14,11 +14,11 @@ from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, QueryRows
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.primitives import angles, key_strides, padded
-from ropewalk.model_runtime.gpu.sealed_numbers import Records, sealed_keys, sealed_values
+from ropewalk.model_runtime.gpu.quantised_numbers import Records, quantised_keys, quantised_values
 
 _MOST_NUMBERS = 4096  # numbers of queries that a program holds at once
 _WARPS = 4
-_SEALED_WARPS = 8  # with fewer, steps of groups of dimensions do not fit a thread's registers
+_QUANTISED_WARPS = 8  # with fewer, steps of groups of dimensions do not fit a thread's registers
 
 
 @jit("rows", "positions", "placed", "table_ids", "num_starts")
@@ -88,7 +88,8 @@ def _gather(
     """A tile of one key head: keys rotated to their absolute positions, values unchanged.
 
     PLACED: keys stand where the key map of their part says.
-    KEY_BITS: the pages are sealed. `keys` are then their records, and `values` the same as float16.
+    KEY_BITS: the pages are quantised. `keys` are then their records, and `values` the same as
+    float16.
     """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
@@ -119,11 +120,11 @@ def _gather(
             table_id * PAGE * PAIRS + (position % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
         )  # fmt: skip
         if KEY_BITS > 0:
-            one = sealed_keys(
+            one = quantised_keys(
                 record, halves, offset, p[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
                 VALUE_BITS, WHOLE=False,
             )  # fmt: skip
-            two = sealed_keys(
+            two = quantised_keys(
                 record, halves, offset, (p + PAIRS)[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
                 VALUE_BITS, WHOLE=False,
             )  # fmt: skip
@@ -137,7 +138,7 @@ def _gather(
         e = 2 * PAIRS + tl.arange(0, REST_2)
         is_rest = is_key[:, None] & (e < DIM)[None, :]
         if KEY_BITS > 0:
-            rest = sealed_keys(
+            rest = quantised_keys(
                 record, halves, offset, e[None, :], is_rest, DIM, VALUES, PAGE, KEY_BITS,
                 VALUE_BITS, WHOLE=False,
             )  # fmt: skip
@@ -147,7 +148,7 @@ def _gather(
     v = tl.arange(0, VALUES_2)
     is_value = is_key[:, None] & (v < VALUES)[None, :]
     if KEY_BITS > 0:
-        value = sealed_values(
+        value = quantised_values(
             record, halves, offset, v[None, :], is_value, DIM, VALUES, PAGE, KEY_BITS, VALUE_BITS,
             GROUPS, WHOLE=False,
         )  # fmt: skip
@@ -193,13 +194,13 @@ def gathered(
     page_table_SN: Tensor,
     tile: int,
     key_maps: tuple[Tensor, Tensor] | None = None,
-    sealed: Records | None = None,
+    quantised: Records | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gather the rotated keys [C, K, D] and the values [C, K, V] of a group, prompt by prompt.
 
     The keys are without the attention factor, because the query includes it for both.
     `key_maps`: modulus and divisor of each part; None: keys stand at their index.
-    `sealed`: the pages of the table; None: those of `read`, which have the exact numbers.
+    `quantised`: the pages of the table; None: those of `read`, which have the exact numbers.
     """
     num_heads, dim, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
@@ -208,8 +209,8 @@ def gathered(
     value_CKV = read.values_NKOV.new_empty(group.num_keys, num_heads, value_dim)
     pages: tuple[Tensor, Tensor] = (read.keys_NKDO, read.values_NKOV)
     strides, form = (*key_strides(pages[0]), *pages[1].stride()), {}
-    if sealed is not None:
-        pages, strides, form = sealed.pages, sealed.strides, sealed.form
+    if quantised is not None:
+        pages, strides, form = quantised.pages, quantised.strides, quantised.form
     _gather[(len(group.key_tiles_W2), num_heads)](
         *pages, page_table_SN, key_CKD, value_CKV,
         *read.tables.device_tensors.pages,
@@ -219,6 +220,6 @@ def gathered(
         HEADS=num_heads, PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
         PLACED=key_maps is not None, **form,
-        num_warps=_WARPS if sealed is None else _SEALED_WARPS,
+        num_warps=_WARPS if quantised is None else _QUANTISED_WARPS,
     )  # fmt: skip
     return key_CKD, value_CKV

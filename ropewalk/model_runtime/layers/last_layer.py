@@ -18,17 +18,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
-from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, PagedContext
 
 _MIN_SPARED = 8  # rows; if fewer are saved, a second batch costs more time than it saves
 
 
 @dataclass(frozen=True, slots=True)
-class PrunedStep:
-    """A step with all tokens up to the last layer's keys and values, then with the logits rows."""
+class PrunedContext:
+    """All tokens of a step up to the last layer's keys and values, then the rows of logits."""
 
-    every: PagedStep
-    pruned: PagedStep
+    every: PagedContext
+    pruned: PagedContext
     rows_R: Tensor  # indices of the tokens of `pruned` in `every`
 
 

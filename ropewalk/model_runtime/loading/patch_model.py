@@ -24,8 +24,8 @@ from ropewalk.model_runtime.attention.paged_attention import (
     IMPLEMENTATION,
     STEP,
     AttentionCall,
+    AttentionContext,
     LayerPlan,
-    Step,
     StepMissingError,
     register,
 )
@@ -62,7 +62,7 @@ class _Running:
     """The step of the forward that runs; a model runs one forward at a time."""
 
     def __init__(self) -> None:
-        self._step: Step | None = None
+        self._step: AttentionContext | None = None
 
     def begin(self, model: nn.Module, arguments: Any, named: dict[str, Any]) -> None:  # noqa: ARG002
         self._step = named.get(STEP)

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall, StateCall, Step
+from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
+    AttentionCall,
+    AttentionContext,
+    StateCall,
+)
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.probing.random_numbers import random_numbers
 
@@ -50,7 +55,9 @@ def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
 
 
 @torch.inference_mode()
-def run_probe(model: nn.Module, step: Step, first_position: int = 0, first_token: int = 1) -> None:
+def run_probe(
+    model: nn.Module, step: AttentionContext, first_position: int = 0, first_token: int = 1
+) -> None:
     """Run a patched model on a short prompt; `step` gets its attention calls. Raises ModelError."""
     device = next(model.parameters()).device
     vocabulary = text_config(model).vocab_size

@@ -10,8 +10,8 @@ import torch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, SlotStore
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED, refuse_sealed_on
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
+from ropewalk.model_runtime.attention.quantised.page_format import ROUNDED, refuse_quantised_on
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT
 from ropewalk.model_runtime.errors import ModelError
@@ -89,15 +89,15 @@ def check_windows(layout: CacheLayout, plans: Mapping[int, LayerPlan]) -> None:
 
 
 def new_store(
-    layout: CacheLayout, num_pages: int, device: torch.device, *, num_open: int = 0
+    layout: CacheLayout, num_pages: int, device: torch.device, *, num_tails: int = 0
 ) -> KVCache:
     """Return an empty cache for the device's backend. Raises ModelError.
 
-    `num_open`: sequences with a page that is not sealed yet, if full pages are.
+    `num_tails`: sequences with a page that is not quantised yet, if full pages are.
     """
     layout.check()
-    if layout.seals:
-        return _sealed_store(layout, num_pages, device, num_open)
+    if layout.quantises:
+        return _quantised_store(layout, num_pages, device, num_tails)
     if layout.format == ROUNDED and device.type != "cpu":
         raise ModelError(
             f"kv_cache_dtype {ROUNDED} needs the model on a CPU, and it is on {device}"
@@ -113,26 +113,26 @@ def new_store(
     return KVCache(layout, num_pages, device, row_keys=row_keys, own_backend=own_backend)
 
 
-def _sealed_store(
-    layout: CacheLayout, num_pages: int, device: torch.device, num_open: int
-) -> SealedCache:
-    refuse_sealed_on(device, layout.format)
+def _quantised_store(
+    layout: CacheLayout, num_pages: int, device: torch.device, num_tails: int
+) -> QuantisedCache:
+    refuse_quantised_on(device, layout.format)
     device_backend = None
     if has_gpu_kernels(device):
-        from ropewalk.model_runtime.gpu.sealed.backend import (  # noqa: PLC0415  # optional
-            SealedTritonAttention,
+        from ropewalk.model_runtime.gpu.quantised.backend import (  # noqa: PLC0415  # optional
+            QuantisedTritonAttention,
         )
 
-        device_backend = SealedTritonAttention
+        device_backend = QuantisedTritonAttention
     if layout.page_size % PAGE_UNIT:
         raise ModelError(
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {layout.format}, got "
             f"{layout.page_size}"
         )
-    return SealedCache(
+    return QuantisedCache(
         layout,
         num_pages,
-        num_open=num_open,
+        num_tails=num_tails,
         has_kernels=has_cpu_kernels(device),
         device=device,
         device_backend=device_backend,

@@ -17,21 +17,21 @@ from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch, sta
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import (
     STEP,
+    AttentionContext,
     Backend,
     LayerPlan,
-    PagedStep,
+    PagedContext,
     SlotStore,
     StateCall,
-    Step,
 )
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
 from ropewalk.model_runtime.layers.last_layer import (
-    PrunedStep,
+    PrunedContext,
     host_logits_indices,
     logits_indices,
     pruned_spans,
@@ -58,10 +58,10 @@ _log = structlog.get_logger(__name__)
 
 
 def _recorded_own(store: KVCache) -> dict[str, Any]:
-    """Return the arguments of DecodeGraphs for a cache that seals pages; its last one is spare."""
-    if not isinstance(store, SealedCache):
+    """Return the arguments of DecodeGraphs for a cache that quantises; its last page is spare."""
+    if not isinstance(store, QuantisedCache):
         return {}
-    return {"with_own": store.with_recorded_own, "spare_open": store.num_open - 1}
+    return {"with_own": store.with_recorded_own, "spare_tail": store.num_tails - 1}
 
 
 class ModelRunner:
@@ -143,7 +143,7 @@ class ModelRunner:
             )
             if token_U is not None:
                 batch.token_ids_1T[0, : len(token_U)].copy_(token_U)
-            forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
+            forward = partial(self._forward, batch, *self._pruned_context(spans, batch))
         return forward
 
     def check_device(self) -> None:
@@ -253,27 +253,33 @@ class ModelRunner:
 
     def _single_tokens(self, batch: Batch) -> Tensor:
         """Run the forward of a captured step, which depends only on the batch's tensors."""
-        return self._logits(batch, self._step(batch), batch.logit_rows_R)
+        return self._logits(batch, self._context(batch), batch.logit_rows_R)
 
-    def _forward(self, batch: Batch, step: Step | PrunedStep, logit_rows_R: Tensor) -> Tensor:
-        return self._logits(batch, step, logit_rows_R).float()
+    def _forward(
+        self, batch: Batch, context: AttentionContext | PrunedContext, logit_rows_R: Tensor
+    ) -> Tensor:
+        return self._logits(batch, context, logit_rows_R).float()
 
     @torch.inference_mode()
-    def _logits(self, batch: Batch, step: Step | PrunedStep, logit_rows_R: Tensor) -> Tensor:
+    def _logits(
+        self, batch: Batch, context: AttentionContext | PrunedContext, logit_rows_R: Tensor
+    ) -> Tensor:
         """Return the logits in the model's dtype."""
         answer = self._model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,
             use_cache=False,
             logits_to_keep=logit_rows_R,
-            **{STEP: step},
+            **{STEP: context},
         )
         logits_RV: Tensor = answer.logits[0]
         return logits_RV
 
-    def _pruned_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step | PrunedStep, Tensor]:
-        """Return the step for the attention calls, and the logit rows among its remaining rows."""
-        every = self._step(batch)
+    def _pruned_context(
+        self, spans: Sequence[Span], batch: Batch
+    ) -> tuple[AttentionContext | PrunedContext, Tensor]:
+        """Return the context of the layers' calls, and the logit rows among its remaining rows."""
+        every = self._context(batch)
         takes_pruned = prunes(self._model, self._plans, self._backend)
         pruned = pruned_spans(spans) if takes_pruned else None
         if pruned is None:
@@ -282,13 +288,13 @@ class ModelRunner:
         rows_R = logits_indices(batch)
         if batch.own_pages is not None:
             small = replace(small, own_pages=batch.own_pages.at_rows(host_logits_indices(spans)))
-        step = PrunedStep(every, self._step(small), rows_R)
-        return step, small.logit_rows_R
+        context = PrunedContext(every, self._context(small), rows_R)
+        return context, small.logit_rows_R
 
-    def _step(self, batch: Batch) -> PagedStep:
+    def _context(self, batch: Batch) -> PagedContext:
         states = self._states
-        step = PagedStep(
+        context = PagedContext(
             batch, self._store, self._tables, self._plans, self._backend, states=states
         )
-        self._state_calls = step.state_calls
-        return step
+        self._state_calls = context.state_calls
+        return context

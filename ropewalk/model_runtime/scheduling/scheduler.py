@@ -80,7 +80,7 @@ class Scheduler:
         self._num_arrived = 0
         self._is_full = False  # no waiting sequence can start before a running one ends
         # Whether a step with prompts that failed half-way cannot simply run again.
-        self.restarts_all = self.pages.states is not None or config.seals_pages
+        self.restarts_all = self.pages.states is not None or config.quantises_pages
         # Fewer after such a step ran out of memory, until a sequence ends.
         self._most_running = config.max_num_seqs
 
@@ -177,10 +177,10 @@ class Scheduler:
     def make_room(self) -> list[Sequence]:
         """Preempt the newest sequence after a step that ran out of memory, and return it.
 
-        If the model keeps states, or the cache seals pages, then all sequences are preempted. Some
-        layers of the step may have advanced their states already, or begun their next open pages.
-        All but one sequence start again, and no more than that run until one ends. Nothing is
-        preempted if fewer than two sequences run.
+        If the model keeps states, or the cache quantises pages, then all sequences are preempted.
+        Some layers of the step may have advanced their states already, or begun their next tail
+        pages. All but one sequence start again, and no more than that run until one ends. Nothing
+        is preempted if fewer than two sequences run.
         """
         if len(self.running) < 2:
             return []

@@ -99,7 +99,7 @@ class Sequence:
     ends_dropped: dict[int, int] = field(default_factory=dict)
     waits_for: Key | None = None  # the key of a page that another sequence computes
     not_on_disk: Key | None = None  # the missing page that the lower store was last asked for
-    open_page: int = 0  # of a running sequence, in a cache that seals pages
+    tail_page: int = 0  # of a running sequence, in a cache that quantises pages
     state: HeldState | None = None  # None: it does not run, or the model has no states
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)

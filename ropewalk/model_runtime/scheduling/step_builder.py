@@ -20,36 +20,36 @@ class Queues:
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     num_waiting_tokens: int = 0  # of the prompts of those that wait
-    # Open pages are taken and given back in turn, so there are as many as ran at a time.
-    _num_open: int = 0
-    _free_open: list[int] = field(default_factory=list)
+    # Tail pages are taken and given back in turn, so there are as many as ran at a time.
+    _num_tails: int = 0
+    _free_tails: list[int] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_rank)
         self.num_waiting_tokens += sequence.num_prompt_tokens
 
     def start(self, sequence: Sequence) -> None:
-        """Let a waiting sequence run, with an open page."""
+        """Let a waiting sequence run, with a tail page."""
         self.waiting.remove(sequence)
         self.num_waiting_tokens -= sequence.num_prompt_tokens
         bisect.insort(self.running, sequence, key=_rank)
         sequence.is_running = True
-        if not self._free_open:
-            self._free_open.append(self._num_open)
-            self._num_open += 1
-        sequence.open_page = self._free_open.pop()
+        if not self._free_tails:
+            self._free_tails.append(self._num_tails)
+            self._num_tails += 1
+        sequence.tail_page = self._free_tails.pop()
 
     def stop(self, sequence: Sequence) -> None:
-        """Let a running sequence wait, without an open page."""
+        """Let a running sequence wait, without a tail page."""
         self.running.remove(sequence)
-        self._free_open.append(sequence.open_page)
+        self._free_tails.append(sequence.tail_page)
         self.add(sequence)
         sequence.is_running = False
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue."""
         if sequence.is_running:
-            self._free_open.append(sequence.open_page)
+            self._free_tails.append(sequence.tail_page)
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
@@ -64,8 +64,8 @@ class Queues:
         assert not any(each.is_running for each in self.waiting), "a waiting sequence is marked"
         num_tokens = sum(each.num_prompt_tokens for each in self.waiting)
         assert num_tokens == self.num_waiting_tokens, "waiting tokens are miscounted"
-        held = [*self._free_open, *(each.open_page for each in self.running)]
-        assert sorted(held) == list(range(self._num_open)), "an open page is lost or shared"
+        held = [*self._free_tails, *(each.tail_page for each in self.running)]
+        assert sorted(held) == list(range(self._num_tails)), "a tail page is lost or shared"
 
 
 class TokensFirstError(Exception):

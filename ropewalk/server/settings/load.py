@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, seals
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, quantises
 from ropewalk.model_runtime.config import PAGE_UNIT, lower_store_setting
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
@@ -205,7 +205,7 @@ def format_contradictions(settings: ServeSettings) -> Iterator[str]:
     name = settings.kv_cache_dtype
     if name == EXACT:
         return
-    if seals(name) and settings.page_size % PAGE_UNIT:
+    if quantises(name) and settings.page_size % PAGE_UNIT:
         yield (
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
             f"{settings.page_size}"

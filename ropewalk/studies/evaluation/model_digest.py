@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.files.folder_files import weight_files
 
@@ -13,7 +13,7 @@ def model_digest(checkpoint: Checkpoint, kv_cache_dtype: str, page_size: int) ->
     """Return a digest of a model as it was loaded from its folder or file.
 
     Rounding differs between dtypes and device types, so the digest has both. It tells quantised
-    weights and rounded activations, too, and pages of `page_size` tokens that the cache seals.
+    weights and rounded activations, too, and pages of `page_size` tokens that the cache quantises.
     """
     assert checkpoint.source is not None
     dtype = str(checkpoint.dtype).removeprefix("torch.")

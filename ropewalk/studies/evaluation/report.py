@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT
 from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
 from ropewalk.studies.evaluation.intervals import Estimate, exponential, mean, proportion
 from ropewalk.studies.evaluation.plan import UNSCALED, LengthPlan, Variant

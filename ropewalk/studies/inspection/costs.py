@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, most_staged
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, most_staged
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
@@ -33,8 +33,8 @@ class Costs:
     active: Active | None = None  # the part that a token reads; None: all of it
     state_bytes: int = 0  # of one sequence, in layers that keep a state; 0: there are none
     kv_format: str = EXACT  # kv_cache_dtype
-    kv_open_bytes: int = 0  # of one sequence's open page; 0: no page is sealed
-    kv_stage_bytes: int = 0  # of the pages that one prompt fills in a step; 0: no page is sealed
+    kv_open_bytes: int = 0  # of one sequence's tail page; 0: no page is quantised
+    kv_stage_bytes: int = 0  # of the pages that one prompt fills in a step; 0: no page is quantised
     kv_bytes_beyond_windows: int | None = None  # of a token; None: no layer holds its window only
     kv_windows: str | None = None  # which layers keep how many tokens
     kv_windows_not_held: str | None = None  # why layers with a window keep all tokens
@@ -70,7 +70,7 @@ def costs_of(
     file_bytes, file_types = outline.gguf_storage() or (None, None)
     holds = in_memory = None
     if memory_gib is not None:
-        beside = layout.slot_bytes + layout.open_bytes + kv_stage_bytes
+        beside = layout.slot_bytes + layout.tail_bytes + kv_stage_bytes
         left = int(memory_gib * 2**30) - weight_bytes - beside
         holds = max(0, left // kv_bytes // page_size * page_size)
         in_memory = min(longest, replace(config, kv_cache_tokens=holds).longest_context)
@@ -92,7 +92,7 @@ def costs_of(
         active_part(outline, low_bits),
         layout.slot_bytes,
         layout.format,
-        layout.open_bytes,
+        layout.tail_bytes,
         kv_stage_bytes,
         layout.bytes_beyond_windows if groups.has_windows else None,
         groups.text() if groups.has_windows else None,
@@ -123,7 +123,7 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
     ]
     if costs.kv_open_bytes:
         size = size_text(costs.kv_open_bytes)
-        lines.append(f"open page        {size} of a sequence of any length, part of its cache")
+        lines.append(f"tail page        {size} of a sequence of any length, part of its cache")
         size = size_text(costs.kv_stage_bytes)
         lines.append(f"step             {size} of pages that a prompt fills, part of its cache")
     if costs.state_bytes:

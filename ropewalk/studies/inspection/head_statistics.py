@@ -16,11 +16,11 @@ from ropewalk.model_runtime.attention.paged_attention import (
     STEP,
     AttentionCall,
     LayerPlan,
-    PagedStep,
+    PagedContext,
     StateCall,
 )
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.backends import backend_for, new_store, state_store
@@ -60,7 +60,7 @@ class _Watch:
         self._query = {index: _Sums() for index in layers}
         self._key = {index: _Sums() for index in layers}
         self._calls: dict[int, AttentionCall] = {}
-        self.inner: PagedStep | None = None
+        self.inner: PagedContext | None = None
 
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Return the inner step's result of a layer with states."""
@@ -124,7 +124,7 @@ def head_statistics(
         parts = [StatePart(len(token_ids), None, 0)] if checkpoint.states else ()
         span = Span(token_ids, 0, pages, slot, [len(token_ids) - 1], parts)
         batch = build_batch([span], _PAGE_SIZE, device)
-        watch.inner = PagedStep(batch, store, tables, plans, backend_for(device), states=states)
+        watch.inner = PagedContext(batch, store, tables, plans, backend_for(device), states=states)
         checkpoint.model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,

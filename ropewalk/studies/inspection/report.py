@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT
 from ropewalk.model_runtime.engine.memory.cache_size import gpu_bytes
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig

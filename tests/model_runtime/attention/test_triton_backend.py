@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.checkpoints.tiny_models import tiny_model
@@ -209,8 +209,8 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
     for line in lines:
         assert line["serving"] == {}, line
         assert line["direct"] == line["launches"] > 100, line
-        is_sealed = line["architecture"].startswith("sealed")
-        written = {"_write", "_seal"} if is_sealed else {"_put"}
+        is_quantised = line["architecture"].startswith("quantised")
+        written = {"_write", "_quantise"} if is_quantised else {"_put"}
         assert {*written, "_decode", "_merge"} <= set(line["warm_up"])
 
 
@@ -229,14 +229,14 @@ def test_the_kernels_compile_for_a_card(capability: int) -> None:
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
     # In `int4` a thread holds the parameters of both halves of a page.
-    most = {f"sealed, all, {kind}": 24 for kind in FORMATS} | {"sealed, rerope, int4": 160}
+    most = {f"quantised, all, {kind}": 24 for kind in FORMATS} | {"quantised, rerope, int4": 160}
     narrow = [line for line in lines if "wide" not in line["case"]]
     assert all(line["stack_bytes"] <= most.get(line["case"], 16) for line in narrow)
     assert all(line["stack_bytes"] <= 512 for line in lines)
     for kind in FORMATS:
-        case = f"sealed, all, {kind}"
-        sealed = (placed - {"_put"}) | {"_write", "_seal", "_attend"}
-        assert {kernel for name, kernel in compiled if name == case} == sealed
+        case = f"quantised, all, {kind}"
+        quantised = (placed - {"_put"}) | {"_write", "_quantise", "_attend"}
+        assert {kernel for name, kernel in compiled if name == case} == quantised
     states = {"_convolve", "_keep", "_delta", "_norm_and_gate"}
     assert {kernel for case, kernel in compiled if case.startswith("states")} == states
     assert all(line.get("approximate", []) == [] for line in lines)

@@ -113,9 +113,9 @@ def test_captured_steps_share_all_but_page_tables() -> None:
     drafting = replace(CONFIG, max_draft_tokens=7)  # decodes of 8, 16, 24, 32 and 40 rows, not of 5
     own_bytes = 4 * (40 * 2048 + (127 + 64 + 96 + 128 + 150) * 13) + 12 * GRAPH_BYTES
     assert graphs_bytes(1000, drafting, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
-    sealed = replace(CONFIG, kv_cache_dtype="int8")  # whose prompts are not rows of such a step
+    quantised = replace(CONFIG, kv_cache_dtype="int8")  # whose prompts are not rows of such a step
     own_bytes = 4 * (5 * 2048 + 12 * 13) + 4 * GRAPH_BYTES
-    assert graphs_bytes(1000, sealed, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
+    assert graphs_bytes(1000, quantised, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
 
 
 @pytest.mark.costly
-def test_a_step_over_sealed_pages_has_open_pages_and_longer_contexts(
+def test_a_step_over_quantised_pages_has_tail_pages_and_longer_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Open pages of all sequences are in the peak; few bits hold more tokens in the same memory."""
+    """Tail pages of all sequences are in the peak; few bits hold more tokens in the same memory."""
     checkpoint, grown, lens = tiny_checkpoint("llama"), [], []
     few = {"kv_cache_dtype": "int4", "page_size": 32}
     for limits in ({"page_size": 32}, few):
@@ -271,7 +271,7 @@ def test_a_step_over_sealed_pages_has_open_pages_and_longer_contexts(
                 config = replace(CONFIG, max_num_seqs=num, **limits)
                 taken.append(measured(checkpoint, config, meter).step_bytes)
         grown.append(taken[1] - taken[0])
-    num_bytes = checkpoint.cache_layout(32, "int4").open_bytes
+    num_bytes = checkpoint.cache_layout(32, "int4").tail_bytes
     assert grown[1] - grown[0] >= 19 * num_bytes
 
     def note(spans: Sequence[Span], _: Tensor) -> None:

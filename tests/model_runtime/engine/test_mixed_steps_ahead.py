@@ -14,7 +14,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.paged_attention import STEP
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.engine.observer import Observer
-from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.last_layer import PrunedContext
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.model_runtime.runner import step_timer
@@ -57,7 +57,7 @@ def poisoned(model: nn.Module) -> Iterator[None]:
 
     def spoil(_: nn.Module, args: Any, named: Any, answer: Any) -> None:
         token_ids_T, step = named["input_ids"][0], named[STEP]
-        if isinstance(step, PrunedStep):
+        if isinstance(step, PrunedContext):
             token_ids_T = token_ids_T[step.rows_R]
         answer.logits[0, token_ids_T[named["logits_to_keep"]] == POISON] = torch.nan
 

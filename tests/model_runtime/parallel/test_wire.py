@@ -44,8 +44,8 @@ spans = st.builds(
     st.lists(numbers, max_size=5),
     numbers,
     st.lists(numbers, max_size=5),
-    states=st.just(()),  # models with states are not divided, nor are caches that seal pages
-    open_page=st.just(0),
+    states=st.just(()),  # models with states are not divided, nor are caches that quantise pages
+    tail_page=st.just(0),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import refuse_sealed_on
+from ropewalk.model_runtime.attention.quantised.page_format import refuse_quantised_on
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import HEADER_BYTES
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
@@ -196,7 +196,7 @@ def test_host_memory_of_a_gpu_is_looked_at_before_the_load(
     plan_layout(settings, model_facts(settings, embedded.native, 8, **larger))
 
 
-def test_a_device_without_kernels_seals_no_pages() -> None:
-    refuse_sealed_on(torch.device("cpu"), "int8")
+def test_a_device_without_kernels_quantises_no_pages() -> None:
+    refuse_quantised_on(torch.device("cpu"), "int8")
     with pytest.raises(ModelError, match="int8 needs the model on a CPU or on a GPU with triton"):
-        refuse_sealed_on(torch.device("xpu"), "int8")
+        refuse_quantised_on(torch.device("xpu"), "int8")

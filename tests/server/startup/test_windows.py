@@ -143,7 +143,7 @@ def test_inspect_tells_the_bytes_beyond_the_windows() -> None:
 @pytest.mark.parametrize("kind", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "mistral"])
 def test_resident_tensors_are_what_the_plan_counts(name: str, kind: str) -> None:
-    """Pages of groups, and open pages, to the byte."""
+    """Pages of groups, and tail pages, to the byte."""
     checkpoint = tiny_checkpoint(name, sliding_window=24)
     given = {"kv_cache_dtype": kind, "kv_cache_gib": "0.01", "max_num_seqs": "3"}
     settings = load_settings({"rope_scaling": PLAIN, "max_num_batched_tokens": "64", **given})

@@ -121,7 +121,7 @@ class FusedStep(NamedTuple):
 
     fields_OF: Ints  # of each operation (fused_decode.py)
     factors_OX: Floats
-    addresses_LX: Ints  # of each layer's two tensors; of sealed pages also their bits
+    addresses_LX: Ints  # of each layer's two tensors; of quantised pages also their bits
     num_pages: int
     page_size: int
     like_scale: Floats  # any array of the type of a norm's scale

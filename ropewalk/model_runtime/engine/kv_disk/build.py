@@ -8,7 +8,7 @@ import torch
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
-from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageCopies, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
@@ -22,7 +22,7 @@ from ropewalk.model_runtime.engine.kv_disk.finite import (
     IsFinite,
     Records,
     plain_check,
-    sealed_check,
+    quantised_check,
 )
 from ropewalk.model_runtime.engine.kv_disk.identity import (
     WeightFiles,
@@ -192,15 +192,15 @@ def _networked(text: str, make_format: Callable[[], PageFormat]) -> _Opening:
 
 def _check_of(layout: CacheLayout) -> IsFinite:
     """Return the check that a page's numbers are finite."""
-    if not layout.seals:
+    if not layout.quantises:
         return plain_check(dtype_name(layout.number_type))
-    sealed, page_size = FORMATS[layout.format], layout.page_size
-    return sealed_check(
+    quantised, page_size = FORMATS[layout.format], layout.page_size
+    return quantised_check(
         [
             Records(
                 each.num_key_heads,
-                sealed.record_bytes(each, page_size),
-                *sealed.parameter_bytes(each, page_size),
+                quantised.record_bytes(each, page_size),
+                *quantised.parameter_bytes(each, page_size),
             )
             for each in (layout.layers[index] for index in layout.page_layers)
         ]

@@ -14,7 +14,7 @@ IsFinite = Callable[[Bytes], bool]
 
 
 class Records(NamedTuple):
-    """Where the parameters of a layer's sealed pages are: float16 numbers of each record."""
+    """Where the parameters of a layer's quantised pages are: float16 numbers of each record."""
 
     num_records: int  # of a page, one for each key head
     record_bytes: int
@@ -34,8 +34,8 @@ def plain_check(dtype: str) -> IsFinite:
     return is_finite
 
 
-def sealed_check(layers: Sequence[Records]) -> IsFinite:
-    """Return the check of sealed pages: a channel with such a number has a parameter that is none.
+def quantised_check(layers: Sequence[Records]) -> IsFinite:
+    """Return the check of quantised pages: a channel with such a number has such a parameter.
 
     Codes say nothing, because each of them is a number.
     """

@@ -21,13 +21,13 @@ from ropewalk.model_runtime.attention.paged_attention import (
     AttentionCall,
     Backend,
     LayerPlan,
-    PagedStep,
+    PagedContext,
 )
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import Launches
 from ropewalk.model_runtime.gpu.program.launches import Launch, Layout, Run, launches_of, lay_out
 from ropewalk.model_runtime.gpu.program.trace import traced
-from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.last_layer import PrunedContext
 from ropewalk.model_runtime.probing.probe import recorded_calls
 from ropewalk.model_runtime.tracing.operations import Attend, Trace, UntraceableError
 
@@ -123,9 +123,9 @@ class FlatForward:
         """Return the logits of the requested rows; other steps go to the model's own forward."""
         step = named.get(STEP)
         every, pruned, rows_R = step, None, None
-        if isinstance(step, PrunedStep):
+        if isinstance(step, PrunedContext):
             every, pruned, rows_R = step.every, step.pruned, step.rows_R
-        if not isinstance(every, PagedStep) or every.state_calls is not None:
+        if not isinstance(every, PagedContext) or every.state_calls is not None:
             return self.own_forward(*arguments, **named)
         result_RC = self._run(self._embed(named["input_ids"])[0], every, pruned, rows_R)
         rows = named["logits_to_keep"]
@@ -143,7 +143,7 @@ class FlatForward:
         return Logits(results[-1])
 
     def _run(
-        self, hidden_RC: Tensor, every: PagedStep, pruned: Any, rows_R: Tensor | None
+        self, hidden_RC: Tensor, every: PagedContext, pruned: Any, rows_R: Tensor | None
     ) -> Tensor:
         """Return the head's input of every token, or of those that the last layer computes."""
         numbers_M = hidden_RC.new_empty(len(hidden_RC) * self._layout.num_columns)

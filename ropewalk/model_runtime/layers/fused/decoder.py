@@ -20,7 +20,7 @@ import structlog
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
-from ropewalk.model_runtime.attention.paged_attention import STEP, Backend, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import STEP, Backend, LayerPlan, PagedContext
 from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
@@ -44,7 +44,7 @@ from ropewalk.model_runtime.layers.fused.program import (
 from ropewalk.model_runtime.layers.fused.states import advance_function, advanced, state_arrays
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.joined_linears import can_join
-from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.last_layer import PrunedContext
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
 from ropewalk.model_runtime.tracing.operations import (
@@ -138,7 +138,7 @@ class DecoderLayers:
         """Return the logits of the requested rows; other steps go to the model's own forward."""
         step = named.get(STEP)
         every, pruned, rows_R = step, None, None
-        if isinstance(step, PrunedStep):
+        if isinstance(step, PrunedContext):
             every, pruned, rows_R = step.every, step.pruned, step.rows_R.numpy()
         if not self._is_ours(every):
             return self.own_forward(*arguments, **named)
@@ -185,7 +185,11 @@ class DecoderLayers:
     # Many rows
 
     def _one_by_one(
-        self, hidden_TE: Numbers, every: PagedStep, pruned: PagedStep | None, rows_R: Ints | None
+        self,
+        hidden_TE: Numbers,
+        every: PagedContext,
+        pruned: PagedContext | None,
+        rows_R: Ints | None,
     ) -> Numbers:
         """Return the head's input of every token, or of those that the last layer computes."""
         program = self._program
@@ -239,14 +243,16 @@ class DecoderLayers:
         run_shares(kernel.run_blocks, shares, *arguments)
         return end
 
-    def _write(self, each: Instruction, source: Attend, step: PagedStep, arrays: list[Any]) -> None:
+    def _write(
+        self, each: Instruction, source: Attend, step: PagedContext, arrays: list[Any]
+    ) -> None:
         """Write a layer's keys and values to the cache."""
         fields = each.fields
         key, value = arrays[fields[kernel.SECOND]], arrays[fields[kernel.THIRD]]
         places = (key, fields[kernel.SECOND_AT], value, fields[kernel.THIRD_AT])
         _cpu(step, source.layer).write_columns(*places, step.store.arrays[source.layer])
 
-    def _attend(self, place: int, source: Attend, step: PagedStep, arrays: list[Any]) -> Numbers:
+    def _attend(self, place: int, source: Attend, step: PagedContext, arrays: list[Any]) -> Numbers:
         """Return a layer's attention, head by head."""
         fields_F, factors_X = self._program.fields_OF[place], self._program.factors_OX[place]
         tables = step.tables.layer(self._plans[source.layer].layer_type)
@@ -264,7 +270,7 @@ class DecoderLayers:
 
     # Few rows
 
-    def _all_at_once(self, hidden_RE: Numbers, step: PagedStep, *, with_head: bool) -> Numbers:
+    def _all_at_once(self, hidden_RE: Numbers, step: PagedContext, *, with_head: bool) -> Numbers:
         """Return the logits of every row, or the head's input."""
         program, backend, num_rows = self._program, _cpu(step), len(hidden_RE)
         num_operations = len(program.instructions) - (not with_head)
@@ -319,15 +325,15 @@ class DecoderLayers:
         shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)
         return max(by_weights, len(shares))
 
-    def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
+    def _is_ours(self, step: Any) -> TypeGuard[PagedContext]:
         """Return whether the step reads the cache as the model's layers do, on a CPU."""
         return (
-            type(step) is PagedStep
+            type(step) is PagedContext
             and step.plans is self._plans
             and isinstance(step.backend, CpuAttention)
         )
 
-    def _is_one_call(self, num_rows: int, step: PagedStep) -> bool:
+    def _is_one_call(self, num_rows: int, step: PagedContext) -> bool:
         """Return whether the kernel takes the step, and the trial of its products still holds.
 
         It takes no step with drafts of a model with states, which keeps the inputs of layers.
@@ -340,7 +346,7 @@ class DecoderLayers:
             and all(self._ranged(step, each) is None for each in self._program.table_types)
         )
 
-    def _ranged(self, step: PagedStep, layer_type: str | None) -> RangedSequences | None:
+    def _ranged(self, step: PagedContext, layer_type: str | None) -> RangedSequences | None:
         """Return the step's sequences that read ranges, which the one call does not take."""
         return _cpu(step).ranged(step.tables.layer(layer_type))
 
@@ -381,7 +387,7 @@ def _is_on_rows(each: Instruction) -> bool:
     return not isinstance(each.source, Product | Attend | Route | Enter | Leave | Advance)
 
 
-def _cpu(step: PagedStep, layer: int | None = None) -> CpuAttention:
+def _cpu(step: PagedContext, layer: int | None = None) -> CpuAttention:
     """Return the backend of a layer's pages; without a layer that of the first group."""
     backend = step.backend if layer is None else step.backend_of(layer)
     assert isinstance(backend, CpuAttention)

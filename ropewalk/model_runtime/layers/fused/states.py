@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.paged_attention import PagedStep
+from ropewalk.model_runtime.attention.paged_attention import PagedContext
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, Numbers, StateArrays
@@ -33,7 +33,7 @@ def advance_function(instructions: Sequence[Instruction]) -> Any:
     return next((call.operation().advance for call in calls), None)
 
 
-def state_arrays(step: PagedStep) -> StateArrays:
+def state_arrays(step: PagedContext) -> StateArrays:
     """Return the slots and parts of a step."""
     if step.states is None:
         return StateArrays(_NO_ADDRESSES, 0, step.parts_X4)
@@ -41,7 +41,7 @@ def state_arrays(step: PagedStep) -> StateArrays:
     return StateArrays(step.states.addresses_LX, step.states.num_slots, step.parts_X4)
 
 
-def advanced(each: Instruction, source: Advance, step: PagedStep, arrays: list[Any]) -> Numbers:
+def advanced(each: Instruction, source: Advance, step: PagedContext, arrays: list[Any]) -> Numbers:
     """Advance a layer's states by many rows; return what its output's product reads."""
     inputs: list[Tensor] = []
     for (slot, at), width, like in zip(

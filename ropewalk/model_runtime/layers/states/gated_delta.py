@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, StateStep, StepMissingError
+from ropewalk.model_runtime.attention.paged_attention import STEP, StateContext, StepMissingError
 from ropewalk.model_runtime.layers.states.convolutions import Kept, is_causal
 from ropewalk.model_runtime.layers.states.state_kernels import DeltaProducts, StateKernels
 from ropewalk.model_runtime.state_shape import StateShape
@@ -56,7 +56,7 @@ class GatedDelta:
 
     def forward(self, hidden_states: Tensor, *_: Any, **named: Any) -> Tensor:
         """Return the layer's output, [1, T, hidden]."""
-        step: StateStep | None = named.get(STEP)
+        step: StateContext | None = named.get(STEP)
         if step is None:
             raise StepMissingError(self.module)
         products = DeltaProducts(*(each.contiguous() for each in self._products(hidden_states)))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.paged_attention import STEP, StateStep, StepMissingError
+from ropewalk.model_runtime.attention.paged_attention import STEP, StateContext, StepMissingError
 from ropewalk.model_runtime.layers.states.convolutions import Kept, is_causal
 from ropewalk.model_runtime.layers.states.state_kernels import StateKernels
 from ropewalk.model_runtime.state_shape import StateShape
@@ -32,7 +32,7 @@ class ShortConvolution:
 
     def forward(self, hidden_states: Tensor, *_: Any, **named: Any) -> Tensor:
         """Return the layer's output, [1, T, hidden]."""
-        step: StateStep | None = named.get(STEP)
+        step: StateContext | None = named.get(STEP)
         if step is None:
             raise StepMissingError(self.module)
         joined_1TC = self.module.in_proj(hidden_states)

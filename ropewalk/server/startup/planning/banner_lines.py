@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import ROUNDED
+from ropewalk.model_runtime.attention.quantised.page_format import ROUNDED
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
@@ -36,7 +36,7 @@ _NAMES = (
 )
 
 _MEASURED = "a load measures how far that moves answers"
-_LARGE_SHARE = 0.25  # of a cache, for open pages; an operator should know
+_LARGE_SHARE = 0.25  # of a cache, for tail pages; an operator should know
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +206,18 @@ def _format_lines(plan: ServingPlan) -> list[str]:
                 "keys and values are rounded when they are written"
             )
         return [f"    format         {text}"]
-    if not layout.seals:
+    if not layout.quantises:
         return []
     parts = part_bytes(layout, plan.config)
     lines = [
         f"    format         {layout.format}, {layout.token_bytes} bytes a token (auto: "
-        f"{layout.exact_bytes}); {size_text(parts['open'])} of open pages for {num_seqs} "
+        f"{layout.exact_bytes}); {size_text(parts['open'])} of tail pages for {num_seqs} "
         f"sequences, {size_text(parts['stage'])} of pages that a step fills"
     ]
     share = parts["open"] / (plan.cache_bytes - parts["states"])
     if share > _LARGE_SHARE:
         lines.append(
-            f"    open pages     take {share:.0%} of the cache: a lower max_num_seqs than "
+            f"    tail pages     take {share:.0%} of the cache: a lower max_num_seqs than "
             f"{num_seqs} holds more tokens in the same memory"
         )
     return lines

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.sealed.page_format import (
+from ropewalk.model_runtime.attention.quantised.page_format import (
     EXACT,
     FORMATS,
     ROUNDED,
@@ -86,11 +86,11 @@ class ServingPlan:
 
 
 def part_bytes(layout: CacheLayout, config: EngineConfig) -> dict[str, int]:
-    """Return the bytes of the cache by part; those of open and staged pages if pages are sealed."""
+    """Return the bytes of the cache by part; of tail and staged pages if pages are quantised."""
     step = config.max_num_batched_tokens, config.max_num_seqs, config.page_size
     return {
         "pages": config.capacity * layout.token_bytes,
-        "open": config.max_num_seqs * layout.open_bytes,
+        "open": config.max_num_seqs * layout.tail_bytes,
         "stage": most_staged(*step) * layout.stage_bytes,
         "states": config.num_state_slots * layout.slot_bytes,
     }
@@ -242,11 +242,11 @@ def _without_drafts(config: EngineConfig) -> EngineConfig:
 
 
 def _beside(config: EngineConfig, parts: Mapping[str, int]) -> str:
-    """Return a clause with the exact pages of all sequences; empty if no page is sealed."""
+    """Return a clause with the exact pages of all sequences; empty if no page is quantised."""
     if not parts["open"]:
         return ""
     return (
-        f" beside {size_text(parts['open'])} of open pages for {config.max_num_seqs} sequences "
+        f" beside {size_text(parts['open'])} of tail pages for {config.max_num_seqs} sequences "
         f"(max_num_seqs) and {size_text(parts['stage'])} of a step (max_num_batched_tokens)"
     )
 

@@ -1,7 +1,7 @@
-"""Write new keys and values to open pages, and seal the pages that they fill.
+"""Write new keys and values to tail pages, and quantise the pages that they fill.
 
 A page is a pure function of its own numbers: no scale comes from another page, from a chunk or from
-traffic. A page that is sealed again from the same numbers gets the same bytes.
+traffic. A page that is quantised again from the same numbers gets the same bytes.
 
 Shapes: see `records.py`. Rows are the channels of keys, or the groups of tokens' values. Parts of a
 row have parameters of their own.
@@ -21,7 +21,12 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.sealed.records import Bytes, SealedPages, Sides, key_rows
+from ropewalk.model_runtime.cpu_kernels.quantised.records import (
+    Bytes,
+    QuantisedPages,
+    Sides,
+    key_rows,
+)
 
 _LEAST_STEP, _MOST = np.float32(2.0**-14), np.float32(65504.0)  # the normal numbers of float16
 _UNITS = np.float32(2.0**24)  # of the numbers below them
@@ -59,11 +64,11 @@ def round_to_halves(numbers_P: Floats, halves_P: NDArray[np.uint16], is_down: bo
 
 
 @jit(fuses=False)
-def _seal_rows(
+def _quantise_rows(
     numbers_E: Numbers, at: int, num_rows: int, length: int, num_parts: int, bits: int,
     record_R: Bytes, codes_at: int, parameters_at: int, row_L: Floats,
 ) -> None:  # fmt: skip
-    """Seal rows of `length` numbers, which lie one behind another from `at` on."""
+    """Quantise rows of `length` numbers, which lie one behind another from `at` on."""
     most = np.float32((1 << bits) - 1)
     size, count = length // num_parts, num_rows * num_parts
     low_P, step_P = np.empty(count, np.float32), np.empty(count, np.float32)
@@ -105,17 +110,17 @@ def _seal_rows(
 
 
 @jit()
-def seal_page(numbers_E: Numbers, record_R: Bytes, sides: Sides) -> None:
-    """Seal one page of one head."""
+def quantise_page(numbers_E: Numbers, record_R: Bytes, sides: Sides) -> None:
+    """Quantise one page of one head."""
     dim, value_dim, page_size = sides.dim, sides.value_dim, sides.page_size
     values_at = dim * page_size * sides.key_bits // 8
     keys_parameters = values_at + value_dim * page_size * sides.value_bits // 8
     num_rows, groups = key_rows(sides), sides.value_groups
-    _seal_rows(
+    _quantise_rows(
         numbers_E, 0, dim, page_size, num_rows // dim, sides.key_bits, record_R, 0,
         keys_parameters, np.empty(page_size, np.float32),
     )  # fmt: skip
-    _seal_rows(
+    _quantise_rows(
         numbers_E, dim * page_size, page_size * groups, value_dim // groups, 1, sides.value_bits,
         record_R, values_at, keys_parameters + 4 * num_rows,
         np.empty(value_dim // groups, np.float32),
@@ -123,16 +128,16 @@ def seal_page(numbers_E: Numbers, record_R: Bytes, sides: Sides) -> None:
 
 
 @jit(borrows=True)
-def write_open(
+def write_tail(
     key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, offset_T: Ints,
-    pages: SealedPages,
+    pages: QuantisedPages,
 ) -> None:  # fmt: skip
     """Write new keys and values to their own pages; they begin in these columns."""
     num_heads, dim, value_dim, page_size, _, _, _ = pages.sides
     values = dim * page_size
     for t in range(key_TC.shape[0]):
         code, offset = -1 - pages.own_T[t], offset_T[t]
-        target_XKE = pages.staged_GKE if code % 2 else pages.open_XKE
+        target_XKE = pages.staged_GKE if code % 2 else pages.tail_XKE
         place = code // 2
         for head in range(num_heads):
             for d in range(dim):
@@ -144,10 +149,10 @@ def write_open(
 
 
 @jit()
-def seal_filled(
-    begin: int, end: int, offset_T: Ints, sequences: SequenceArrays, pages: SealedPages
+def quantise_filled(
+    begin: int, end: int, offset_T: Ints, sequences: SequenceArrays, pages: QuantisedPages
 ) -> None:
-    """Seal each page whose last offset one of the tokens `begin` to `end` - 1 has written.
+    """Quantise each page whose last offset one of the tokens `begin` to `end` - 1 has written.
 
     All tokens of the step must be written, because a page may hold several of them.
     """
@@ -160,10 +165,10 @@ def seal_filled(
             page = (sequences.first_position_S[s] + t - first) // page_size
             page_id = sequences.page_table_SN[s, page]
             code = -1 - pages.own_T[t]
-            source_XKE = pages.staged_GKE if code % 2 else pages.open_XKE
+            source_XKE = pages.staged_GKE if code % 2 else pages.tail_XKE
             for head in range(pages.sides.num_heads):
                 record_R = pages.records_NKR[page_id, head]
-                seal_page(source_XKE[code // 2, head], record_R, pages.sides)
+                quantise_page(source_XKE[code // 2, head], record_R, pages.sides)
 
 
 @jit()
@@ -171,12 +176,12 @@ def write_pages(
     key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, destinations: Any,
     plain_sequences: tuple[Any, ...], plain_pages: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """Write a step's keys and values, and seal the pages that are full now.
+    """Write a step's keys and values, and quantise the pages that are full now.
 
-    The plain tuples are a Destinations, a SequenceArrays and a SealedPages.
+    The plain tuples are a Destinations, a SequenceArrays and a QuantisedPages.
     """
     offset_T = Destinations(*destinations).offset_T
-    records_NKR, open_XKE, staged_GKE, own_T, sides = plain_pages
-    pages = SealedPages(records_NKR, open_XKE, staged_GKE, own_T, Sides(*sides))
-    write_open(key_TC, key_at, value_TC, value_at, offset_T, pages)
-    seal_filled(0, key_TC.shape[0], offset_T, SequenceArrays(*plain_sequences), pages)
+    records_NKR, tail_XKE, staged_GKE, own_T, sides = plain_pages
+    pages = QuantisedPages(records_NKR, tail_XKE, staged_GKE, own_T, Sides(*sides))
+    write_tail(key_TC, key_at, value_TC, value_at, offset_T, pages)
+    quantise_filled(0, key_TC.shape[0], offset_T, SequenceArrays(*plain_sequences), pages)

@@ -1,4 +1,4 @@
-"""Sealed pages on a CPU: their bytes against numpy, and their reads against float64."""
+"""Quantised pages on a CPU: their bytes against numpy, and their reads against float64."""
 
 import numpy as np
 import pytest
@@ -6,25 +6,27 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
+from ropewalk.model_runtime.attention.quantised.cpu_backend import QuantisedCpuAttention
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.torch_backend import QuantisedTorchAttention
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import AngleArrays
-from ropewalk.model_runtime.cpu_kernels.sealed.records import Sides, turn_sealed, widen_values
+from ropewalk.model_runtime.cpu_kernels.quantised.records import Sides, turn_quantised, widen_values
 from ropewalk.model_runtime.errors import ModelError
+from tests.oracles.quantised_mutants import ReadAfterTheStep, ReadAtTheWrite
+from tests.oracles.quantised_reads import FORMS, METHODS, PAGE, Laid, Shape, edge_page, records_of
+from tests.oracles.quantised_reference import BITS, quantised_pages, record
 from tests.oracles.range_cases import CPU, HEADS, KEY_HEADS, LAYERS, largest_error
-from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
-from tests.oracles.sealed_reads import FORMS, METHODS, PAGE, Laid, Shape, edge_page, records_of
-from tests.oracles.sealed_reference import BITS, record, sealed_pages
 
 
 @pytest.mark.sampled(fixed=0, drawn=4, by="kind")
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("layer", ["plain", "all"])
-def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, layer: str) -> None:
-    """Earlier pages are read sealed and the own page exact, with and without a method."""
+def test_reads_equal_float64_over_quantised_and_exact_pages(
+    kind: str, name: str, layer: str
+) -> None:
+    """Earlier pages are read quantised and the own page exact, with and without a method."""
     method, distance = METHODS[name]
     share = 0.5 if layer == "all" else 1.0
     laid = Laid(kind, method, share=share, logn_len=16 if layer == "plain" else None)
@@ -35,11 +37,11 @@ def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, l
 @pytest.mark.parametrize(
     ("kind", "name"), [("int8", "rerope"), ("k8v4", "sinks"), ("int4", "dual_chunk")]
 )
-def test_the_reference_reads_and_seals_like_the_kernels(kind: str, name: str) -> None:
+def test_the_reference_reads_and_quantises_like_the_kernels(kind: str, name: str) -> None:
     """It serves processors on which no kernel compiles. Records are equal to the bit."""
     method, distance = METHODS[name]
     found = []
-    for backend in (SealedCpuAttention, SealedTorchAttention):
+    for backend in (QuantisedCpuAttention, QuantisedTorchAttention):
         torch.manual_seed(3)
         laid = Laid(kind, method, share=0.5)
         laid.backend = backend
@@ -57,7 +59,7 @@ def test_the_reference_reads_and_seals_like_the_kernels(kind: str, name: str) ->
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_pages_are_read_without_further_rounding(kind: str) -> None:
-    """The open page is bfloat16, and sums are float32."""
+    """The tail page is bfloat16, and sums are float32."""
     laid = Laid(kind, METHODS["rerope"][0], dtype=torch.bfloat16)
     got = laid.run()
     # The answer of a bfloat16 query is rounded to bfloat16 by the model only.
@@ -83,7 +85,9 @@ def test_rows_and_records_have_the_same_bits_in_any_chunk(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [ReadAfterTheStep, ReadAtTheWrite])
-def test_other_times_to_seal_would_follow_the_chunks(backend: type[SealedCpuAttention]) -> None:
+def test_other_times_to_quantise_would_follow_the_chunks(
+    backend: type[QuantisedCpuAttention],
+) -> None:
     """The test above would see both mistakes."""
     answers = []
     for size in (120, 7):
@@ -110,11 +114,11 @@ def test_records_equal_those_of_numpy(
     """Constants, zeros, tiny and huge numbers, a bias, an outlier, infinity and NaN."""
     dim = 24
     layout = CacheLayout({0: Shape(dim, value_dim)}, dtype, PAGE, kind)
-    store = SealedCache(layout, 1, num_open=1)
+    store = QuantisedCache(layout, 1, num_tails=1)
     key_TKD, value_TKV = edge_page(dim, value_dim, dtype)
     span = Span([0] * PAGE, 0, [0], 0, range(0))
     batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
-    SealedCpuAttention(batch).write(*store.pages(0), key_TKD, value_TKV)
+    QuantisedCpuAttention(batch).write(*store.pages(0), key_TKD, value_TKV)
     expected = records_of(key_TKD, value_TKV, kind, group)
     for got, wanted in zip(store.pages(0)[0][0].numpy(), expected, strict=True):
         assert got[: len(wanted)].tobytes() == wanted
@@ -140,14 +144,14 @@ def test_kernels_read_the_numbers_of_a_record(kind: str, page_size: int, value_d
     row_P = np.empty(4 * (dim + page_size * groups) + 64, np.float32)
     angles = AngleArrays(*(np.full((1, pairs, page_size), each, np.float32) for each in (1, 0)))
     found_DO = np.empty((dim, page_size), np.float32)
-    turn_sealed(content_R.ctypes.data, 0, sides, angles, 0, row_P, found_DO)
+    turn_quantised(content_R.ctypes.data, 0, sides, angles, 0, row_P, found_DO)
     key_OHD = torch.from_numpy(keys_DO.T)[:, None]
-    exact = sealed_pages(key_OHD, page_size, key_bits, by_channel=True)
+    exact = quantised_pages(key_OHD, page_size, key_bits, by_channel=True)
     assert np.array_equal(found_DO, exact[:, 0].T.float().numpy())
     found_OV = np.empty((page_size + 1, -(-value_dim // 16) * 16), np.float32)
     widen_values(content_R.ctypes.data, sides, row_P, found_OV)
     value_OHV, group = torch.from_numpy(values_OV)[:, None], value_dim // groups
-    exact = sealed_pages(value_OHV, page_size, value_bits, by_channel=False, group=group)
+    exact = quantised_pages(value_OHV, page_size, value_bits, by_channel=False, group=group)
     assert np.array_equal(found_OV[:page_size, :value_dim], exact[:, 0].float().numpy())
 
 
@@ -157,13 +161,13 @@ def test_a_bias_costs_no_more_than_half_a_step(kind: str, bias: float) -> None:
     """A lowest number above the true one would cut off what lies below it."""
     dim, value_dim = 24, 20
     layout = CacheLayout({0: Shape(dim, value_dim)}, torch.float32, PAGE, kind)
-    store = SealedCache(layout, 1, num_open=1)
+    store = QuantisedCache(layout, 1, num_tails=1)
     torch.manual_seed(4)
     key_TKD = bias + torch.rand(PAGE, KEY_HEADS, dim)
     span = Span([0] * PAGE, 0, [0], 0, range(0))
     batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
     values = torch.zeros(PAGE, KEY_HEADS, value_dim)
-    SealedCpuAttention(batch).write(*store.pages(0), key_TKD, values)
+    QuantisedCpuAttention(batch).write(*store.pages(0), key_TKD, values)
     key_bits, value_bits = BITS[kind]
     at = PAGE * (dim * key_bits + value_dim * value_bits) // 8
     for head in range(KEY_HEADS):
@@ -209,7 +213,7 @@ def test_bytes_of_a_token_and_head(kind: str, num_bytes: int, of_128: int) -> No
     assert FORMATS[kind].record_bytes(shape, 64) == num_bytes * 64
     assert FORMATS[kind].record_bytes(Shape(128, 128), 64) == of_128 * 64
     layout = CacheLayout({0: shape, 1: shape}, torch.float32, 64, kind)
-    store = SealedCache(layout, 10, num_open=3)
+    store = QuantisedCache(layout, 10, num_tails=3)
     assert sum(each.nbytes for each in store.page_memory()) == 2 * KEY_HEADS * 10 * 64 * num_bytes
-    open_bytes = 2 * 3 * KEY_HEADS * 64 * 512
-    assert store.num_bytes == 2 * KEY_HEADS * 10 * 64 * num_bytes + open_bytes
+    tail_bytes = 2 * 3 * KEY_HEADS * 64 * 512
+    assert store.num_bytes == 2 * KEY_HEADS * 10 * 64 * num_bytes + tail_bytes

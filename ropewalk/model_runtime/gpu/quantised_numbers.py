@@ -1,9 +1,9 @@
-"""The numbers of sealed pages in a GPU's kernels: codes, steps and lowest numbers to float32.
+"""The numbers of quantised pages in a GPU's kernels: codes, steps and lowest numbers to float32.
 
-A record is that of `cpu_kernels/sealed/records.py`, byte for byte. A code times its step has at
+A record is that of `cpu_kernels/quantised/records.py`, byte for byte. A code times its step has at
 most 19 bits, so the sum with the lowest number is rounded once, as on a CPU.
 
-Shapes: N = sealed pages, K = key heads, R = bytes of a record.
+Shapes: N = quantised pages, K = key heads, R = bytes of a record.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of the exact
 
 @dataclass(frozen=True)
 class Records:
-    """The sealed pages of a layer, as kernels take them."""
+    """The quantised pages of a layer, as kernels take them."""
 
     records_NKR: Tensor  # uint8
     key_bits: int
@@ -71,7 +71,7 @@ def _parameters(lows, steps, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def sealed_keys(
+def quantised_keys(
     record, halves, offset, d, mask,
     DIM: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WHOLE: tl.constexpr,
@@ -92,7 +92,7 @@ def sealed_keys(
 
 
 @triton.jit
-def sealed_values(
+def quantised_values(
     record, halves, offset, v, mask,
     DIM: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,

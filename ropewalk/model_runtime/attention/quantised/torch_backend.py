@@ -1,4 +1,4 @@
-"""Sealed pages in plain torch and numpy: the reference, where no kernel compiles.
+"""Quantised pages in plain torch and numpy: the reference, where no kernel compiles.
 
 A read splits each sequence at the ends of pages. The tokens of one page then read earlier pages,
 widened, and their own page as it was written, with the read of `attention/torch_backend.py`.
@@ -18,42 +18,42 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place, Span, build_batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
-from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
-from ropewalk.model_runtime.attention.sealed.page_format import key_parts
+from ropewalk.model_runtime.attention.quantised.own_pages import OwnPages
+from ropewalk.model_runtime.attention.quantised.page_format import key_parts
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 
 _LEAST_STEP, _MOST = np.float32(2.0**-14), np.float32(65504.0)  # the normal numbers of float16
 _FOUR_BITS = 4
 
 
-class SealedTorchAttention(TorchAttention):
-    """One step's reads and writes of a cache of sealed pages, on a CPU."""
+class QuantisedTorchAttention(TorchAttention):
+    """One step's reads and writes of a cache of quantised pages, on a CPU."""
 
     def __init__(self, batch: Batch) -> None:
         """Prepare a step. The batch has the own pages of its tokens."""
         super().__init__(batch)
-        assert batch.own_pages is not None, "a batch for a cache that seals nothing"
+        assert batch.own_pages is not None, "a batch for a cache that quantises nothing"
         self._own: OwnPages = batch.own_pages
-        self._is_open_T, self._place_T = self._own.places()
+        self._is_tail_T, self._place_T = self._own.places()
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Write keys and values; the first two tensors are a layer's sealed and open pages."""
-        records_NKR, open_XKE = keys_NKDO, values_NKOV
-        staged_XKE = self._own.layer(*open_XKE.shape[1:])
-        for open_page, stage in self._own.copies_C2:
-            staged_XKE[stage] = open_XKE[open_page]
-        is_open_T, place_T, offset_T = self._is_open_T, self._place_T, self._batch.offset_T
+        """Write keys and values; the first two tensors are a layer's quantised and tail pages."""
+        records_NKR, tail_XKE = keys_NKDO, values_NKOV
+        staged_XKE = self._own.layer(*tail_XKE.shape[1:])
+        for tail_page, stage in self._own.copies_C2:
+            staged_XKE[stage] = tail_XKE[tail_page]
+        is_tail_T, place_T, offset_T = self._is_tail_T, self._place_T, self._batch.offset_T
         dim = key_TKD.shape[2]
-        for exact_XKE, rows_T in ((open_XKE, is_open_T), (staged_XKE, ~is_open_T)):
+        for exact_XKE, rows_T in ((tail_XKE, is_tail_T), (staged_XKE, ~is_tail_T)):
             keys_XKDO, values_XKOV = self._exact(exact_XKE, dim)
             at = place_T[rows_T], offset_T[rows_T]
             keys_XKDO[at[0], :, :, at[1]] = key_TKD[rows_T].to(exact_XKE.dtype)
             values_XKOV[at[0], :, at[1]] = value_TKV[rows_T].to(exact_XKE.dtype)
         filled = torch.nonzero(offset_T == self._own.store.page_size - 1).flatten().tolist()
         for token in filled:
-            exact_XKE = open_XKE if is_open_T[token] else staged_XKE
+            exact_XKE = tail_XKE if is_tail_T[token] else staged_XKE
             sides = self._own.store.sides(len(records_NKR[0]), dim, value_TKV.shape[2])
             for head, numbers_E in enumerate(exact_XKE[place_T[token]].float().numpy()):
                 content = torch.frombuffer(bytearray(record(numbers_E, sides)), dtype=torch.uint8)
@@ -74,19 +74,19 @@ class SealedTorchAttention(TorchAttention):
         )
 
     def _sequence(self, read: LayerRead, index: int, place: Place) -> Tensor:
-        records_NKR, open_XKE = read.keys_NKDO, read.values_NKOV
+        records_NKR, tail_XKE = read.keys_NKDO, read.values_NKOV
         page_size, dim = self._own.store.page_size, read.query_THD.shape[2]
         end = place.first_position + place.num_tokens
         table_N = self._batch.page_table_SN[index, : (end - 1) // page_size].long()
-        value_dim = open_XKE.shape[2] // page_size - dim
+        value_dim = tail_XKE.shape[2] // page_size - dim
         sides = self._own.store.sides(records_NKR.shape[1], dim, value_dim)
         keys_NKDO, values_NKOV = widened(records_NKR[table_N], sides)
-        staged_XKE, found, first = self._own.layer(*open_XKE.shape[1:]), [], place.first_position
+        staged_XKE, found, first = self._own.layer(*tail_XKE.shape[1:]), [], place.first_position
         while first < end:
             page = first // page_size
             after = min(end, (page + 1) * page_size)
             token = place.begin + first - place.first_position
-            pages_XKE = open_XKE if self._is_open_T[token] else staged_XKE
+            pages_XKE = tail_XKE if self._is_tail_T[token] else staged_XKE
             exact_XKE = pages_XKE[self._place_T[token]][None]
             own_keys, own_values = self._exact(exact_XKE.float(), dim)
             span = Span([0] * (after - first), first, range(page + 1), place.table_id, range(0))
@@ -103,16 +103,18 @@ class SealedTorchAttention(TorchAttention):
 
 
 def record(numbers_E: NDArray[np.float32], sides: tuple[int, ...]) -> bytes:
-    """Return the record of one page and head, as `cpu_kernels/sealed/seal.py` makes it."""
+    """Return the record of one page and head, as `cpu_kernels/quantised/quantise.py` makes it."""
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     keys_CL = numbers_E[: dim * page_size].reshape(dim, page_size)
     values_CL = numbers_E[dim * page_size :].reshape(-1, value_dim // groups)
-    keys = _sealed(keys_CL, key_bits, key_parts(key_bits))
-    values = _sealed(values_CL, value_bits, 1)
+    keys = _quantised(keys_CL, key_bits, key_parts(key_bits))
+    values = _quantised(values_CL, value_bits, 1)
     return b"".join((keys[0], values[0], *keys[1:], *values[1:]))
 
 
-def _sealed(rows_CL: NDArray[np.float32], bits: int, num_parts: int) -> tuple[bytes, bytes, bytes]:
+def _quantised(
+    rows_CL: NDArray[np.float32], bits: int, num_parts: int
+) -> tuple[bytes, bytes, bytes]:
     """Return the codes of rows, and the lowest numbers and steps of all their parts."""
     most, num_rows = np.float32(2**bits - 1), len(rows_CL)
     rows_CL = np.concatenate(np.split(rows_CL, num_parts, 1))  # all first parts, then the next
@@ -136,7 +138,7 @@ def _sealed(rows_CL: NDArray[np.float32], bits: int, num_parts: int) -> tuple[by
 
 
 def widened(records_NKR: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the keys [N, K, D, O] and values [N, K, O, V] of sealed pages, float32."""
+    """Return the keys [N, K, D, O] and values [N, K, O, V] of quantised pages, float32."""
     _, dim, value_dim, page_size, key_bits, value_bits, groups = sides
     rows = (
         (dim, page_size, key_bits, key_parts(key_bits)),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.own_pages import own_pages
-from ropewalk.model_runtime.attention.sealed.page_format import most_staged
-from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
+from ropewalk.model_runtime.attention.quantised.own_pages import own_pages
+from ropewalk.model_runtime.attention.quantised.page_format import most_staged
+from ropewalk.model_runtime.attention.quantised.torch_backend import QuantisedTorchAttention
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.errors import ModelError
@@ -50,7 +50,7 @@ def _facts(settings: ServeSettings, embedded: Checkpoint, **more: Any) -> ModelF
 def test_a_gib_holds_more_tokens(
     embedded: Checkpoint, kind: str, num_bytes: int, least_ratio: float
 ) -> None:
-    """Open pages count: 2.8 MiB for each sequence."""
+    """Tail pages count: 2.8 MiB for each sequence."""
     size = {"kv_cache_gib": "1", "max_num_seqs": "8"}
     exact, few = planned(embedded, **size), planned(embedded, **size, kv_cache_dtype=kind)
     assert few.layout.token_bytes == num_bytes
@@ -64,26 +64,26 @@ def test_a_gib_holds_more_tokens(
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith(
-        "22.5 MiB of open pages for 8 sequences, 3.66 MiB of pages that a step fills"
+        "22.5 MiB of tail pages for 8 sequences, 3.66 MiB of pages that a step fills"
     )
 
 
 @pytest.mark.parametrize(("size", "is_told"), [("0.25", True), ("1", False)])
-def test_a_large_share_of_open_pages_is_told(
+def test_a_large_share_of_tail_pages_is_told(
     embedded: Checkpoint, size: str, *, is_told: bool
 ) -> None:
     """Of 90 MiB for 32 sequences; the line names the setting that makes them fewer."""
     lines = describe(planned(embedded, kv_cache_gib=size, kv_cache_dtype="int4"))
-    told = [line for line in lines if line.startswith("    open pages     take 35% of the cache: ")]
+    told = [line for line in lines if line.startswith("    tail pages     take 35% of the cache: ")]
     assert len(told) == is_told
     assert all("a lower max_num_seqs than 32 " in line for line in told)
     exact = describe(planned(embedded, kv_cache_gib="0.05"))
-    assert not any("open pages" in line for line in exact)
+    assert not any("tail pages" in line for line in exact)
 
 
-def test_open_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
+def test_tail_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
     """The sentence names both settings."""
-    message = r"kv_cache_gib: must hold .* beside 90 MiB of open pages for 32 sequences \(max_num_s"
+    message = r"kv_cache_gib: must hold .* beside 90 MiB of tail pages for 32 sequences \(max_num_s"
     with pytest.raises(SettingsError, match=message):
         planned(embedded, kv_cache_gib="0.05", kv_cache_dtype="int4")
 
@@ -117,7 +117,7 @@ def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) 
             plans(settings)
 
 
-def test_a_gpu_seals_pages_and_rounds_none(embedded: Checkpoint) -> None:
+def test_a_gpu_quantises_pages_and_rounds_none(embedded: Checkpoint) -> None:
     """The parts of a plan for a GPU are counted as on a CPU."""
     steps = {"max_num_seqs": "32", "max_num_batched_tokens": "2048"}
     settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1", **steps})
@@ -152,7 +152,7 @@ def test_a_processor_without_kernels_is_served_by_the_reference(
     expected = answer(engines.over(embedded, **limits), asked)[0]
     monkeypatch.setattr("ropewalk.model_runtime.runner.backends.cpu_fault", lambda: "no numba")
     engine = engines.over(embedded, **limits)
-    assert engine._core._runner._backend is SealedTorchAttention
+    assert engine._core._runner._backend is QuantisedTorchAttention
     pairs = zip(
         answer(engine, asked)[0].prompt_logprob_values(),
         expected.prompt_logprob_values(),
@@ -165,14 +165,14 @@ def test_a_processor_without_kernels_is_served_by_the_reference(
 
 
 def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both count sealed pages and open ones."""
+    """Both count quantised pages and tail pages."""
     monkeypatch.setenv("ROPEWALK_KV_CACHE_DTYPE", "k8v4")
     settings = load_settings({})
     plan = outlook_of(settings).plan
     report: Any = inspect_model(settings, InspectOptions(memory_gib=1.0))
     assert f"cache            {plan.layout.token_bytes} bytes a token: " in report.text
     assert " in k8v4\n" in report.text
-    assert "open page        " in report.text
+    assert "tail page        " in report.text
     assert "step             " in report.text
     assert any(line.startswith("    format         k8v4, ") for line in describe(plan))
 
@@ -180,17 +180,17 @@ def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch)
 def test_resident_tensors_are_what_the_plan_counts(
     embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """Sealed and open pages of an engine, to the byte."""
+    """Quantised and tail pages of an engine, to the byte."""
     engine = engines.over(
         embedded, page_size=64, kv_cache_dtype="int4", kv_cache_tokens=4096, max_num_seqs=5
     )
     layout = embedded.cache_layout(64, "int4")
-    counted = 4096 * layout.token_bytes + 5 * layout.open_bytes
+    counted = 4096 * layout.token_bytes + 5 * layout.tail_bytes
     assert engine._core._runner.store.num_bytes == counted
 
 
 def test_bfloat16_holds_twice_the_tokens_of_float32(embedded: Checkpoint) -> None:
-    """No page is sealed, so nothing is held beside the pages."""
+    """No page is quantised, so nothing is held beside the pages."""
     exact = planned(embedded, kv_cache_gib="1")
     few = planned(embedded, kv_cache_gib="1", kv_cache_dtype="bfloat16")
     assert (few.layout.token_bytes, list(few.cache_parts)) == (23_040, ["pages"])
@@ -218,7 +218,7 @@ def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
         ({"page_size": "16"}, None),
     ],
 )
-def test_bfloat16_goes_with_more_than_sealed_pages(
+def test_bfloat16_goes_with_more_than_quantised_pages(
     settings: dict[str, str], message: str | None
 ) -> None:
     """Pages of any size, and a folder on disk."""
@@ -240,7 +240,7 @@ def test_the_plan_counts_the_most_pages_that_a_step_stages(most: int, num_sequen
         if sum(counts) != most:
             continue
         spans = [
-            Span([0] * num, first, [0] * 9, 0, range(0), open_page=0)
+            Span([0] * num, first, [0] * 9, 0, range(0), tail_page=0)
             for num in counts
             for first in [31]  # of a page: the worst place to begin
             if num

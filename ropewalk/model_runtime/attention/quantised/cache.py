@@ -1,7 +1,7 @@
-"""The tensors of a cache whose full pages are sealed.
+"""The tensors of a cache whose full pages are quantised.
 
-Shapes: N = sealed pages, X = open pages, K = key heads, R = bytes of a record, E = numbers of an
-open page of one head.
+Shapes: N = quantised pages, X = tail pages, K = key heads, R = bytes of a record, E = numbers of a
+tail page of one head.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,20 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache, zeros
-from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, OwnPages, own_pages
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.attention.sealed.torch_backend import SealedTorchAttention
+from ropewalk.model_runtime.attention.quantised.own_pages import LayerPages, OwnPages, own_pages
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.torch_backend import QuantisedTorchAttention
 
 _CPU = torch.device("cpu")
 
 
-class SealedCache(KVCache):
-    """Sealed pages [N, K, R] and open pages [X, K, E] for every attention layer.
+class QuantisedCache(KVCache):
+    """Quantised pages [N, K, R] and tail pages [X, K, E] for every attention layer.
 
-    `pages` and `arrays` return them in this order. `dtype` is that of the open pages.
-    `row_keys`: as in `KVCache`, of open and staged pages. Records are the same on any device.
-    With groups of layers, layers share sealed pages as in `KVCache`. Open pages are never shared.
+    `pages` and `arrays` return them in this order. `dtype` is that of the tail pages.
+    `row_keys`: as in `KVCache`, of tail and staged pages. Records are the same on any device.
+    With groups of layers, layers share quantised pages as in `KVCache`. Tail pages are never
+    shared.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SealedCache(KVCache):
         layout: CacheLayout,
         num_pages: int,
         *,
-        num_open: int,
+        num_tails: int,
         has_kernels: bool = True,
         device: torch.device = _CPU,
         device_backend: Any = None,
@@ -52,7 +53,7 @@ class SealedCache(KVCache):
         self._device_backend = device_backend
         self.row_keys = device_backend is not None
         self.device = device
-        self.num_open = num_open
+        self.num_tails = num_tails
         self.form = FORMATS[layout.format]
         self.layout = layout
         self._pages = {}
@@ -64,21 +65,21 @@ class SealedCache(KVCache):
                 shape = num_pages, num_heads, self.form.record_bytes(layer, self.page_size)
                 shared[place] = zeros(shape, torch.uint8, device)
             numbers = self.page_size * (layer.key_dim + layer.value_dim)
-            opened = zeros((num_open, num_heads, numbers), self.dtype, device)
-            self._pages[index] = shared[place], opened
+            tails = zeros((num_tails, num_heads, numbers), self.dtype, device)
+            self._pages[index] = shared[place], tails
             self.most_numbers = max(self.most_numbers, num_heads * numbers)
 
     def own_backend(self) -> Any:
-        """Return the backend of sealed pages."""
+        """Return the backend of quantised pages."""
         if self._device_backend is not None:
             return self._device_backend
         if not self._has_kernels:
-            return SealedTorchAttention
-        from ropewalk.model_runtime.attention.sealed.cpu_backend import (  # noqa: PLC0415  # numba
-            SealedCpuAttention,
+            return QuantisedTorchAttention
+        from ropewalk.model_runtime.attention.quantised.cpu_backend import (  # noqa: PLC0415  # numba
+            QuantisedCpuAttention,
         )
 
-        return SealedCpuAttention
+        return QuantisedCpuAttention
 
     def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:
         """Return the batch of the spans with the own page of each token."""
@@ -104,15 +105,15 @@ class SealedCache(KVCache):
         )
 
         found = {}
-        for index, (records, opened) in self._pages.items():
+        for index, (records, tails) in self._pages.items():
             layer = self.layout.layers[index]
             sides = self.sides(layer.num_key_heads, layer.key_dim, layer.value_dim)
-            found[index] = LayerPages(as_numpy(records), as_numpy(opened), sides)
+            found[index] = LayerPages(as_numpy(records), as_numpy(tails), sides)
         return found
 
     @cached_property
     def addresses_LX(self) -> NDArray[np.int64]:
-        """Return the addresses of sealed and of open pages by layer order, bits and groups."""
+        """Return the addresses of quantised and of tail pages by layer order, bits and groups."""
         form, rows = self.form, []
         for index in sorted(self._pages):
             groups = form.value_groups(self.layout.layers[index].value_dim)
@@ -121,7 +122,7 @@ class SealedCache(KVCache):
         return np.array(rows, np.int64)
 
     def page_bytes(self) -> list[Tensor]:
-        """Return the bytes of each sealed page, uint8 [N, bytes], layer by layer of its group."""
+        """Return the bytes of quantised pages, uint8 [N, bytes], layer by layer of their group."""
         every: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
-        sealed = {id(each): each for each in every}.values()
-        return [each.flatten(1) for each in sealed]
+        quantised = {id(each): each for each in every}.values()
+        return [each.flatten(1) for each in quantised]

@@ -1,15 +1,15 @@
-"""Two mistakes in the time at which a page is read sealed: each follows the chunks of a prompt."""
+"""Two mistakes in when a page is read quantised: each follows the chunks of a prompt."""
 
 from typing import Any
 
 import numpy as np
 
 from ropewalk.model_runtime.attention.batch import Batch
-from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
+from ropewalk.model_runtime.attention.quantised.cpu_backend import QuantisedCpuAttention
 
 
-class ReadAtTheWrite(SealedCpuAttention):
-    """A mistake: a page that is full is read sealed, by its own tokens, too."""
+class ReadAtTheWrite(QuantisedCpuAttention):
+    """A mistake: a page that is full is read quantised, by its own tokens, too."""
 
     def take_pages(self, batch: Batch) -> None:
         super().take_pages(batch)
@@ -21,8 +21,8 @@ class ReadAtTheWrite(SealedCpuAttention):
         return kernel, (*plain, np.where(is_staged_T, self._page_T, own_T), sides), *sizes
 
 
-class ReadAfterTheStep(SealedCpuAttention):
-    """A mistake: a page is read sealed by later steps only."""
+class ReadAfterTheStep(QuantisedCpuAttention):
+    """A mistake: a page is read quantised by later steps only."""
 
     def attend(self, *arguments: Any) -> Any:
         """Read the pages that this step fills as they were written."""

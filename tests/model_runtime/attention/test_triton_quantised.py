@@ -1,6 +1,6 @@
-"""The GPU's kernels over sealed pages: on the device, or by Triton's interpreter without one.
+"""The GPU's kernels over quantised pages: on the device, or by Triton's interpreter without one.
 
-Records are compared with those of `attention/sealed/torch_backend.py`, and reads with float64.
+Records are compared with those of `attention/quantised/torch_backend.py`, and reads with float64.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
 from tests.oracles.attention_cases import Case, relative_error
 from tests.oracles.attention_cases import Laid as OneRead
+from tests.oracles.quantised_reads import METHODS, PAGE, Laid, Shape, edge_page, records_of
+from tests.oracles.quantised_reference import BITS, SMALL_GROUPS
 from tests.oracles.range_cases import CPU, LAYERS, largest_error
-from tests.oracles.sealed_reads import METHODS, PAGE, Laid, Shape, edge_page, records_of
-from tests.oracles.sealed_reference import BITS, SMALL_GROUPS
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from ropewalk.model_runtime.gpu.sealed.backend import SealedTritonAttention
+from ropewalk.model_runtime.gpu.quantised.backend import QuantisedTritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,7 +45,7 @@ def laid_on_device(kind: str, name: str, **options: Any) -> Laid:
     """Reads by the GPU's kernels."""
     torch.manual_seed(3)
     options = {"contexts": CONTEXTS, "device": DEVICE, **options}
-    return Laid(kind, METHODS[name][0], SealedTritonAttention, **options)
+    return Laid(kind, METHODS[name][0], QuantisedTritonAttention, **options)
 
 
 @pytest.mark.sampled(fixed=0, drawn=1)
@@ -62,9 +62,9 @@ def read_over(kind: str, case: Case, device_backend: Any) -> Tensor:
     laid = OneRead(case, DEVICE if device_backend else CPU)
     (_, num_heads), (dim, value_dim) = case.heads, case.dims
     plan = LayerPlan(num_heads, dim, value_dim, "all", dim, interleaved=False)
-    store = SealedCache(
+    store = QuantisedCache(
         CacheLayout({0: plan}, case.dtype, case.page_size, kind), len(laid.read.keys_NKDO),
-        num_open=len(case.spans), has_kernels=False, device=laid.device,
+        num_tails=len(case.spans), has_kernels=False, device=laid.device,
         device_backend=device_backend,
     )  # fmt: skip
     tables = laid.batch.page_table_SN.tolist()
@@ -72,7 +72,7 @@ def read_over(kind: str, case: Case, device_backend: Any) -> Tensor:
         Span([0] * place.num_tokens, place.first_position, table, place.table_id, range(0))
         for place, table in zip(laid.batch.places_S, tables, strict=True)
     ]
-    spans = [span._replace(open_page=at) for at, span in enumerate(spans)]
+    spans = [span._replace(tail_page=at) for at, span in enumerate(spans)]
     before = [
         (index, span._replace(token_ids=[0] * span.first_position, first_position=0))
         for index, span in enumerate(spans)
@@ -90,8 +90,8 @@ def read_over(kind: str, case: Case, device_backend: Any) -> Tensor:
             for numbers in (laid.keys, laid.values)
         )  # fmt: skip
         attention.write(*store.pages(0), keys, values)
-    records, opened = store.pages(0)
-    found: Tensor = attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=opened))
+    records, tails = store.pages(0)
+    found: Tensor = attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=tails))
     return found
 
 
@@ -106,7 +106,7 @@ def test_layers_with_all_features_are_read_like_the_reference(
         spans=((70, 1), (65, 1), (68, 5)), heads=(4, 2), dims=(24, 64), rotary_share=0.5,
         page_size=32, dtype=dtype, window=40, softcap=5.0, has_sinks=True,
     )  # fmt: skip
-    got, expected = (read_over(kind, case, each) for each in (SealedTritonAttention, None))
+    got, expected = (read_over(kind, case, each) for each in (QuantisedTritonAttention, None))
     # The GPU multiplies widened numbers in the type of the model.
     most = 1e-5 if dtype == torch.float32 else 1e-2
     assert relative_error(got, expected.double()) < most
@@ -117,8 +117,10 @@ def test_layers_with_all_features_are_read_like_the_reference(
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("layer", ["plain", "all"])
-def test_reads_equal_float64_over_sealed_and_exact_pages(kind: str, name: str, layer: str) -> None:
-    """Earlier pages are read sealed and the own page exact, with and without a method."""
+def test_reads_equal_float64_over_quantised_and_exact_pages(
+    kind: str, name: str, layer: str
+) -> None:
+    """Earlier pages are read quantised and the own page exact, with and without a method."""
     share = 0.5 if layer == "all" else 1.0
     laid = laid_on_device(kind, name, share=share, logn_len=16 if layer == "plain" else None)
     got = laid.run(**LAYERS[layer])
@@ -142,15 +144,15 @@ def test_records_equal_those_of_numpy(
     A division of Triton would be off by two units, and a rounding up would cut a bias off.
     """
     dim = 24
-    store = SealedCache(
-        CacheLayout({0: Shape(dim, value_dim)}, dtype, PAGE, kind), 2, num_open=2, device=DEVICE,
-        device_backend=SealedTritonAttention,
+    store = QuantisedCache(
+        CacheLayout({0: Shape(dim, value_dim)}, dtype, PAGE, kind), 2, num_tails=2, device=DEVICE,
+        device_backend=QuantisedTritonAttention,
     )  # fmt: skip
     key_TKD, value_TKV = edge_page(dim, value_dim, dtype)
     expected = records_of(key_TKD, value_TKV, kind, group)
-    span = Span([0] * PAGE, 0, [1], 0, range(0), open_page=1)
+    span = Span([0] * PAGE, 0, [1], 0, range(0), tail_page=1)
     batch = store.with_own_pages(build_batch([span], PAGE, DEVICE), [span])
-    SealedTritonAttention(batch).write(*store.pages(0), key_TKD.to(DEVICE), value_TKV.to(DEVICE))
+    QuantisedTritonAttention(batch).write(*store.pages(0), key_TKD.to(DEVICE), value_TKV.to(DEVICE))
     for got, wanted in zip(store.pages(0)[0][1].cpu().numpy(), expected, strict=True):
         assert got[: len(wanted)].tobytes() == wanted
 

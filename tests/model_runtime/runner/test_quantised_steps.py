@@ -1,4 +1,4 @@
-"""Steps over sealed pages: on a device that runs them later, and by a GPU's kernels."""
+"""Steps over quantised pages: on a device that runs them later, and by a GPU's kernels."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention import work_list
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.cpu_backend import QuantisedCpuAttention
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ from tests.doubles.engines import groups_of, tiny_checkpoint
 from tests.doubles.random_workloads import check, serve, workload
 from tests.doubles.recorded_runners import Again
 from tests.oracles.draft_adversary import Counted, tell, use_adversary
-from tests.oracles.sealed_reference import SMALL_GROUPS, ReferenceModel
+from tests.oracles.quantised_reference import SMALL_GROUPS, ReferenceModel
 from tests.oracles.triton_attention import use_triton
 
 PAGE = 32
@@ -40,12 +40,12 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
 
 
-def test_open_pages_are_right_one_step_ahead_of_the_host(
+def test_tail_pages_are_right_one_step_ahead_of_the_host(
     llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end, are aborted and preempted while a later step of theirs is launched.
 
-    Their open pages are others' by then. Rows of drafts share one.
+    Their tail pages are others' by then. Rows of drafts share one.
     """
     adversary, counted, num_followed = use_adversary(monkeypatch), Counted(), 0
     monkeypatch.setattr(adversary, "share_silent", 0.7)
@@ -102,13 +102,13 @@ class Talk:
             pages = list(range(num_pages * index, num_pages * (index + 1)))
             rows = range(count)
             spans.append(
-                Span(tokens, first, pages, self.tables[index], rows, open_page=(index + 1) % 4)
+                Span(tokens, first, pages, self.tables[index], rows, tail_page=(index + 1) % 4)
             )
             self.lens[index] += count
         return self.runner.run(spans).clone()
 
 
-def test_recorded_steps_seal_and_read_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_quantise_and_read_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks over pages, then decodes that fill a page, begin the next one, and are padded.
 
     A CPU's own kernels are beside them, under a table and a position method.
@@ -118,7 +118,7 @@ def test_recorded_steps_seal_and_read_as_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(work_list, "_LEAST_TILES", 1)  # contexts of several pieces
     profiles = [Profile(Linear(factor=4.0)), Profile(Unscaled(), None, ReRope(24))]
     talks = [Talk(runner_over(made, "k8v4", profiles), profiles)]
-    assert talks[0].runner._backend is SealedCpuAttention
+    assert talks[0].runner._backend is QuantisedCpuAttention
     use_triton(monkeypatch)
     talks += [Talk(runner_over(made, "k8v4", profiles), profiles) for _ in range(2)]
     record = Again()
@@ -141,10 +141,10 @@ def test_recorded_steps_seal_and_read_as_others(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "kind", "is_held"), [("llama", "int4", False), ("gemma2", "k8v4", True)]
 )
-def test_logits_equal_transformers_over_sealed_pages(
+def test_logits_equal_transformers_over_quantised_pages(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
 ) -> None:
-    """The untouched model in float64, whose keys and values numpy seals (sealed_reference.py).
+    """The untouched model in float64, whose cache numpy quantises (quantised_reference.py).
 
     The layer with a window has a group of pages of its own, or not.
     """

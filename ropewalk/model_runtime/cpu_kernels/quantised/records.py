@@ -1,4 +1,4 @@
-"""Sealed pages: their bytes, and the registers of float32 that a kernel makes of them.
+"""Quantised pages: their bytes, and the registers of float32 that a kernel makes of them.
 
 A record holds one page of one key head. It has the codes of the keys channel by channel, those of
 the values token by token, then the parameters as float16: the lowest number of each channel, its
@@ -8,11 +8,11 @@ and o + O/2 of a channel, or of the first and the second half of a row of values
 neighbouring bytes makes two registers. Both halves of a channel have parameters then: those of all
 first halves, and behind them those of all second ones.
 
-An open page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
+A tail page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
 head. `docs/design/kv-cache.md` has the rule that says which page is read in which form.
 
-Shapes: N = sealed pages, X = open pages, G = staged pages, K = key heads, R = bytes of a record,
-E = numbers of an open page and head, D = key dimensions, V = value dimensions, O = offsets in a
+Shapes: N = quantised pages, X = tail pages, G = staged pages, K = key heads, R = bytes of a record,
+E = numbers of a tail page and head, D = key dimensions, V = value dimensions, O = offsets in a
 page, S = rotation tables, T = flat tokens. P is any count of parameters.
 """
 
@@ -68,13 +68,13 @@ class Sides(NamedTuple):
     value_groups: int  # rows of a token's values; each has a lowest number and a step
 
 
-class SealedPages(NamedTuple):
+class QuantisedPages(NamedTuple):
     """The cache of one layer, and where this step's tokens were written."""
 
     records_NKR: Bytes
-    open_XKE: Numbers
+    tail_XKE: Numbers
     staged_GKE: Numbers
-    # A token's own page: -1 - 2 * x for open page x, -2 - 2 * g for staged page g.
+    # A token's own page: -1 - 2 * x for tail page x, -2 - 2 * g for staged page g.
     own_T: Ints
     sides: Sides
 
@@ -99,7 +99,7 @@ def _parameters(sides: Sides) -> int:
 
 @jit()
 def record_bytes(sides: Sides) -> int:
-    """Return R, as `attention/sealed/page_format.py` does."""
+    """Return R, as `attention/quantised/page_format.py` does."""
     parameters = 2 * _HALF_BYTES * (key_rows(sides) + sides.page_size * sides.value_groups)
     return -(-(_parameters(sides) + parameters) // LINE) * LINE
 
@@ -168,7 +168,7 @@ _COMMON = 64  # positions of a page, and numbers of a row of values
 
 
 def _turner(size: int) -> Any:
-    """Compiled: `turn_sealed` for pages of `size` positions, or of any number if it is 0."""
+    """Compiled: `turn_quantised` for pages of `size` positions, or of any number if it is 0."""
 
     @jit(borrows=True)
     def turn(
@@ -262,13 +262,13 @@ _widen_common, _widen_any = _widener(_COMMON), _widener(0)
 
 
 @jit(borrows=True)
-def turn_sealed(
+def turn_quantised(
     address: int, next_address: int, sides: Sides, offsets: AngleArrays, table_id: int,
     row_P: Floats, keys_DO: Numbers,
 ) -> None:  # fmt: skip
-    """Rotate a sealed page's keys by their offsets, and prefetch the record that is read next.
+    """Rotate a quantised page's keys by their offsets, and prefetch the record that is read next.
 
-    `next_address` is 0 if no sealed page follows.
+    `next_address` is 0 if no quantised page follows.
     """
     if sides.page_size == _COMMON:
         _turn_common(address, next_address, sides, offsets, table_id, row_P, keys_DO)
@@ -278,7 +278,7 @@ def turn_sealed(
 
 @jit(borrows=True)
 def widen_values(address: int, sides: Sides, row_P: Floats, scratch_OV: Floats) -> None:
-    """Widen a sealed page's values to float32.
+    """Widen a quantised page's values to float32.
 
     A register may end behind its row, so the scratch has a row more than the page.
     """
@@ -289,18 +289,18 @@ def widen_values(address: int, sides: Sides, row_P: Floats, scratch_OV: Floats) 
 
 
 @jit(borrows=True)
-def turn_open(
-    open_XKE: Numbers, place: int, head: int, sides: Sides, offsets: AngleArrays, table_id: int,
+def turn_tail(
+    tail_XKE: Numbers, place: int, head: int, sides: Sides, offsets: AngleArrays, table_id: int,
     keys_DO: Numbers,
 ) -> None:  # fmt: skip
-    """Rotate an open page's keys by their offsets."""
-    _, num_heads, size = open_XKE.shape
+    """Rotate a tail page's keys by their offsets."""
+    _, num_heads, size = tail_XKE.shape
     base = (place * num_heads + head) * size
     pairs = offsets.cos.shape[1]
     half = pairs * sides.page_size
     table = table_id * half
     for at in range(0, half, WIDTH):
-        first, second = load(open_XKE, base + at), load(open_XKE, base + half + at)
+        first, second = load(tail_XKE, base + at), load(tail_XKE, base + half + at)
         _put_turned(keys_DO, at, half, offsets, table + at, first, second)
     for at in range(2 * half, sides.dim * sides.page_size, WIDTH):
-        store(keys_DO, at, load(open_XKE, base + at))
+        store(keys_DO, at, load(tail_XKE, base + at))

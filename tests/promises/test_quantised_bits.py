@@ -1,6 +1,6 @@
 """Pages in few bits: what a query reads, and when (test_any_serving.py has the promise for them).
 
-A query reads earlier pages sealed and its own page exact. Nothing else decides.
+A query reads earlier pages quantised and its own page exact. Nothing else decides.
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
+from ropewalk.model_runtime.attention.quantised.cpu_backend import QuantisedCpuAttention
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import (
@@ -22,8 +22,8 @@ from tests.doubles.engines import (
     request,
     tiny_checkpoint,
 )
-from tests.oracles.sealed_mutants import ReadAfterTheStep, ReadAtTheWrite
-from tests.oracles.sealed_reference import BITS, ReferenceModel
+from tests.oracles.quantised_mutants import ReadAfterTheStep, ReadAtTheWrite
+from tests.oracles.quantised_reference import BITS, ReferenceModel
 
 pytestmark = pytest.mark.usefixtures("small_groups")
 
@@ -32,13 +32,13 @@ WHOLE = {"kv_cache_tokens": 4096, "max_model_len": 256, "page_size": PAGE}
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_step_without_memory_writes_no_open_page_twice(
+def test_a_step_without_memory_writes_no_tail_page_twice(
     engines: EngineFactory,
     llama_checkpoint: Checkpoint,
     monkeypatch: pytest.MonkeyPatch,
     layer: int,
 ) -> None:
-    """Layers up to this one have begun their next open page when the older prompt's step fails."""
+    """Layers up to this one have begun their next tail page when the older prompt's step fails."""
     deployment = deployment_of(llama_checkpoint)
     asked = [
         request(deployment, random_tokens(num, num), max_tokens=8, logprobs=2) for num in (150, 60)
@@ -47,7 +47,7 @@ def test_a_step_without_memory_writes_no_open_page_twice(
     engine = engines.over(
         llama_checkpoint, **WHOLE, kv_cache_dtype="int4", max_num_batched_tokens=50
     )
-    prepare, write = engine._core._runner.prepare, SealedCpuAttention.write_columns
+    prepare, write = engine._core._runner.prepare, QuantisedCpuAttention.write_columns
     num_writes: list[int] = []  # of the step that fails
 
     def prepared(spans: list[Span]) -> Any:
@@ -60,7 +60,7 @@ def test_a_step_without_memory_writes_no_open_page_twice(
         def run() -> Any:
             num_writes.append(0)
             with monkeypatch.context() as patch:
-                patch.setattr(SealedCpuAttention, "write_columns", failing)
+                patch.setattr(QuantisedCpuAttention, "write_columns", failing)
                 return forward()
 
         return run
@@ -80,10 +80,10 @@ def test_a_step_without_memory_writes_no_open_page_twice(
     ("name", "kind"),
     [*(("llama", each) for each in BITS), ("qwen2", "int8"), ("qwen3", "k8v4"), ("gemma2", "int4")],
 )
-def test_logprobs_equal_transformers_over_sealed_pages(
+def test_logprobs_equal_transformers_over_quantised_pages(
     engines: EngineFactory, name: str, kind: str
 ) -> None:
-    """The untouched model in float64, whose keys and values numpy seals (sealed_reference.py)."""
+    """The untouched model in float64, whose cache numpy quantises (quantised_reference.py)."""
     model = tiny_model(name, max_position_embeddings=256)
     prompt = random_tokens(130, 2)
     expected = ReferenceModel(tiny_model(name, max_position_embeddings=256), kind, PAGE).logprobs(
@@ -101,7 +101,7 @@ def test_logprobs_equal_transformers_over_sealed_pages(
     assert errors[-1] < 0.3
 
 
-def test_other_times_to_seal_would_change_answers(
+def test_other_times_to_quantise_would_change_answers(
     engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The promise of any serving would see both mistakes, in layers with a window, too."""
@@ -111,7 +111,7 @@ def test_other_times_to_seal_would_change_answers(
     asked = request(deployment, random_tokens(200, 1), max_tokens=20, logprobs=3)
     config = {**WHOLE, "kv_cache_dtype": "int4", "page_groups": groups_of(checkpoint)}
     for backend in (ReadAfterTheStep, ReadAtTheWrite):
-        monkeypatch.setattr(SealedCache, "own_backend", lambda _, own=backend: own)
+        monkeypatch.setattr(QuantisedCache, "own_backend", lambda _, own=backend: own)
         answers = [
             answer(engines.over(checkpoint, **config, max_num_batched_tokens=chunk), asked)
             for chunk in (300, 7)
@@ -120,7 +120,7 @@ def test_other_times_to_seal_would_change_answers(
 
 
 def test_pages_of_windows_take_the_bytes_of_their_groups(engines: EngineFactory) -> None:
-    """Layers of all groups share sealed pages, and each has open pages of its own."""
+    """Layers of all groups share quantised pages, and each has tail pages of its own."""
     checkpoint = tiny_checkpoint("gemma3_text")
     groups = groups_of(checkpoint)
     assert groups.num_groups == len(checkpoint.plans) == 4  # of which three have windows

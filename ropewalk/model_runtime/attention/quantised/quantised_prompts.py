@@ -1,11 +1,12 @@
-"""The prompts over sealed pages, cut into parts: the host's lists for the GPU's prefill.
+"""The prompts over quantised pages, cut into parts: the host's lists for the GPU's prefill.
 
-A query reads earlier pages sealed and its own page exact. So the keys of a row have these sources:
+A query reads earlier pages quantised and its own page exact. So the keys of a row have these
+sources:
 
 - its own page, up to its own key;
-- the pages before the chunk, sealed;
-- the pages between both, sealed. Their number differs from page to page of the chunk. It is a sum
-  of powers of two, and each is a block of pages that the rows of as many pages see alike.
+- the pages before the chunk, quantised;
+- the pages between both, quantised. Their number differs from page to page of the chunk. It is a
+  sum of powers of two, and each is a block of pages that the rows of as many pages see alike.
 
 A part is a run of rows with one mask over successive keys of one source. Keys of a source are
 gathered once, those between as often as the number of pages has binary digits. Parts are read like
@@ -39,20 +40,20 @@ from ropewalk.model_runtime.attention.prompt_groups import (
     divided,
     together_on_device,
 )
-from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
+from ropewalk.model_runtime.attention.quantised.own_pages import OwnPages
 from ropewalk.rope import KeyMap, PositionMethod
 
 
 class Source(Enum):
     """The memory that a part's keys are in."""
 
-    SEALED = "sealed"
-    OPEN = "open"
+    QUANTISED = "quantised"
+    TAIL = "tail"
     STAGED = "staged"
 
 
 @dataclass(frozen=True, slots=True)
-class SealedGroup:
+class QuantisedGroup:
     """Parts that are read together, from one source. No row is in it twice."""
 
     placed: PlacedGroup
@@ -69,16 +70,16 @@ class _Kind(NamedTuple):
     mask: Mask
 
 
-class SealedPrompts(CutPrompts):
-    """The prompts of one step over a cache that seals pages."""
+class QuantisedPrompts(CutPrompts):
+    """The prompts of one step over a cache that quantises pages."""
 
     def __init__(self, batch: Batch, own: OwnPages, methods: Mapping[int, PositionMethod]) -> None:
         super().__init__(batch, methods, is_every=True)
         self._own = own
         self._page_size = own.store.page_size
-        self._groups: dict[tuple[int, int], list[SealedGroup]] = {}
+        self._groups: dict[tuple[int, int], list[QuantisedGroup]] = {}
 
-    def groups(self, window: int | None, tile: int) -> list[SealedGroup]:
+    def groups(self, window: int | None, tile: int) -> list[QuantisedGroup]:
         """Return the groups of a layer with this window; `tile`: rows that a program takes."""
         chosen = (window or 0, tile)
         if chosen not in self._groups:
@@ -129,28 +130,28 @@ class SealedPrompts(CutPrompts):
         page_size, own_T = self._page_size, self._own.own_T
         page_T = position_T // page_size
         first_page = int(page_T[0])
-        sealed_at, every = index * self._table_width, slice(0, len(position_T))
+        quantised_at, every = index * self._table_width, slice(0, len(position_T))
         far_T = np.full_like(page_T, first_page * page_size)
-        yield _Cut(Source.SEALED, -1, sealed_at, every, far_T * 0, far_T)
+        yield _Cut(Source.QUANTISED, -1, quantised_at, every, far_T * 0, far_T)
         between_T = page_T - first_page
         for level in range(int(between_T[-1]).bit_length()):
             begin_T = first_page + (between_T >> level + 1 << level + 1)
             is_seen_T = between_T >> level & 1
             low_T, high_T = begin_T * is_seen_T, (begin_T + (1 << level)) * is_seen_T
             bounds = low_T * page_size, high_T * page_size
-            yield _Cut(Source.SEALED, level, sealed_at, every, *bounds)
+            yield _Cut(Source.QUANTISED, level, quantised_at, every, *bounds)
         for page in range(first_page, int(page_T[-1]) + 1):
             inside = np.flatnonzero(page_T == page)
             rows = slice(int(inside[0]), int(inside[-1]) + 1)
             code = -1 - int(own_T[place.begin + rows.start])
-            source = Source.STAGED if code % 2 else Source.OPEN
+            source = Source.STAGED if code % 2 else Source.TAIL
             low_T = page_T[rows] * page_size
             # The place is in the table `page_G`, in which a part has one page.
             yield _Cut(source, 0, code // 2, rows, low_T, low_T + page_size)
 
-    def _group(self, kind: _Kind, parts: list[Part], tile: int) -> SealedGroup:
+    def _group(self, kind: _Kind, parts: list[Part], tile: int) -> QuantisedGroup:
         page_G = None
-        if kind.source is not Source.SEALED:
+        if kind.source is not Source.QUANTISED:
             pages = np.array([part.sequence for part in parts])
             (page_G,) = together_on_device((pages,), self._device)
             parts = [
@@ -158,15 +159,15 @@ class SealedPrompts(CutPrompts):
                 for at, part in enumerate(parts)
             ]
         placed = placed_group(parts, kind.mask, tile, 1, self._device)
-        return SealedGroup(placed, kind.source, page_G)
+        return QuantisedGroup(placed, kind.source, page_G)
 
 
 class _Cut(NamedTuple):
     """The keys of one source that some rows may see."""
 
     source: Source
-    level: int  # of a block of sealed pages
-    page_at: int  # of sealed pages in the flattened page table; or the number of an exact page
+    level: int  # of a block of quantised pages
+    page_at: int  # of quantised pages in the flattened page table; or the number of an exact page
     rows: slice
     low_T: Ints
     high_T: Ints

@@ -1,6 +1,6 @@
-"""The formats of sealed pages and their bytes; settings read them without torch.
+"""The formats of quantised pages and their bytes; settings read them without torch.
 
-Shapes: see `cpu_kernels/sealed/records.py`.
+Shapes: see `cpu_kernels/quantised/records.py`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def key_parts(key_bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The bits of keys and of values in a sealed page."""
+    """The bits of keys and of values in a quantised page."""
 
     name: str
     key_bits: int
@@ -49,7 +49,7 @@ class PageFormat:
         return first, first + _PARAMETER_BYTES * rows
 
     def page_bytes(self, layers: Mapping[int, LayerShape], page_size: int) -> int:
-        """Return the bytes of one sealed page over all layers."""
+        """Return the bytes of one quantised page over all layers."""
         return sum(
             layer.num_key_heads * self.record_bytes(layer, page_size) for layer in layers.values()
         )
@@ -76,12 +76,12 @@ EXACT = "auto"  # numbers of the served dtype, as they were written
 ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write
 
 
-def seals(kv_cache_dtype: str) -> bool:
+def quantises(kv_cache_dtype: str) -> bool:
     """Return whether a cache of this setting holds full pages in few bits."""
     return kv_cache_dtype in FORMATS
 
 
-def refuse_sealed_on(device: Device, name: str) -> None:
+def refuse_quantised_on(device: Device, name: str) -> None:
     """Raise ModelError if no kernels of the format `name` serve the device."""
     if device.type != "cpu" and not has_gpu_kernels(device):
         raise ModelError(
@@ -91,7 +91,7 @@ def refuse_sealed_on(device: Device, name: str) -> None:
 
 
 def most_staged(num_tokens: int, num_sequences: int, page_size: int) -> int:
-    """Return the most pages that a step stages: those that it fills beside its open pages.
+    """Return the most pages that a step stages: those that it fills beside its tail pages.
 
     Two tokens of a sequence may lie in two pages, and each `page_size` tokens more in one more.
     """

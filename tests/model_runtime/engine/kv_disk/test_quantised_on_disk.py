@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
-from ropewalk.model_runtime.cpu_kernels.sealed.records import Sides
-from ropewalk.model_runtime.cpu_kernels.sealed.seal import seal_page
-from ropewalk.model_runtime.engine.kv_disk.finite import Records, sealed_check
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
+from ropewalk.model_runtime.cpu_kernels.quantised.quantise import quantise_page
+from ropewalk.model_runtime.cpu_kernels.quantised.records import Sides
+from ropewalk.model_runtime.engine.kv_disk.finite import Records, quantised_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
@@ -44,7 +44,7 @@ def small(kind: str) -> dict[str, Any]:
 def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
     engines: EngineFactory, tmp_path: Path, kind: str, architecture: str, dtype: torch.dtype
 ) -> None:
-    """An engine without a disk gives the expected bits. Files have the bytes of sealed pages."""
+    """An engine without a disk gives the expected bits. Files have the bytes of quantised pages."""
     made = checkpoint_of(in_dtype(tiny_model(architecture), dtype))
     checkpoint = with_weights(made, tmp_path / "model")
     asked = request(deployment_of(checkpoint), PROMPT, max_tokens=40, logprobs=4)
@@ -64,7 +64,7 @@ def test_answers_are_equal_to_the_bit_cold_warm_and_half_deleted(
     assert found == [0, NUM_PAGES * 32, 3 * 32]
 
 
-def test_sealed_pages_come_back_from_the_memory_of_a_gpus_host(
+def test_quantised_pages_come_back_from_the_memory_of_a_gpus_host(
     engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache holds one prompt; its records are copied late, as a device may copy them."""
@@ -102,7 +102,7 @@ def test_a_page_of_another_format_is_not_found(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
+def test_a_quantised_page_with_a_number_that_is_none_is_found(kind: str) -> None:
     """Wherever it is, in keys or values of any head; 100,000 is beyond a float16, and a number."""
     form, heads, page, dim = FORMATS[kind], 2, 32, 64
 
@@ -110,7 +110,7 @@ def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
         num_key_heads, key_dim, value_dim = heads, dim, dim
 
     size = form.record_bytes(Layer(), page)
-    check = sealed_check([Records(heads, size, *form.parameter_bytes(Layer(), page))] * 2)
+    check = quantised_check([Records(heads, size, *form.parameter_bytes(Layer(), page))] * 2)
     sides = Sides(heads, dim, dim, page, form.key_bits, form.value_bits, form.value_groups(dim))
     draw = np.random.default_rng(3)
     for place, number in ((0, 1e9), (17, np.nan), (3600, np.inf), (4095, -np.inf)):
@@ -118,7 +118,7 @@ def test_a_sealed_page_with_a_number_that_is_none_is_found(kind: str) -> None:
         numbers[3, place] = number
         records = np.zeros((2 * heads, size), np.uint8)
         for row, record in zip(numbers, records, strict=True):
-            seal_page(row, record, sides)
+            quantise_page(row, record, sides)
         records[:, form.parameter_bytes(Layer(), page)[1] :] = 0xFF  # behind them there is nothing
         assert check(records.reshape(-1)) == np.isfinite(number)
 

@@ -1,10 +1,10 @@
 """The exact pages that a step writes: where the keys and values of its tokens go.
 
-A sequence has one open page, which the step continues. If its tokens fill more pages than one, then
+A sequence has one tail page, which the step continues. If its tokens fill more pages than one, then
 all but the last are staged: they are exact for this step only, in memory that all layers use in
-turn. The open page then holds the last one.
+turn. The tail page then holds the last one.
 
-Shapes: T = flat tokens, C = copies, N = sealed pages, X = open pages, G = staged pages, K = key
+Shapes: T = flat tokens, C = copies, N = quantised pages, X = tail pages, G = staged pages, K = key
 heads, R = bytes of a record, E = numbers of a page of one head.
 """
 
@@ -20,29 +20,29 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Span
 
 if TYPE_CHECKING:
-    from ropewalk.model_runtime.attention.sealed.cache import SealedCache
+    from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
 
 
 class LayerPages(NamedTuple):
     """The cache of one layer as numpy arrays."""
 
     records_NKR: NDArray[np.uint8]
-    open_XKE: Any  # float32, or bfloat16 as its bits
-    sides: tuple[int, ...]  # the fields of `Sides` of cpu_kernels/sealed
+    tail_XKE: Any  # float32, or bfloat16 as its bits
+    sides: tuple[int, ...]  # the fields of `Sides` of cpu_kernels/quantised
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPages:
     """The own page of each token of a step."""
 
-    own_T: NDArray[np.int64]  # -1 - 2 * x: open page x; -2 - 2 * g: staged page g
-    copies_C2: tuple[tuple[int, int], ...]  # open pages that the step leaves, and their stages
+    own_T: NDArray[np.int64]  # -1 - 2 * x: tail page x; -2 - 2 * g: staged page g
+    copies_C2: tuple[tuple[int, int], ...]  # tail pages that the step leaves, and their stages
     staged: Tensor  # numbers of all staged pages of the layer with the most, [G, K * E]
-    store: "SealedCache"
+    store: "QuantisedCache"
     recorded_T: Tensor | None = None  # in place of own_T, where a recorded step reads it
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return whether each token's page is an open one, [T], and its number, [T].
+        """Return whether each token's page is a tail page, [T], and its number, [T].
 
         The others are staged.
         """
@@ -60,7 +60,7 @@ class OwnPages:
         return OwnPages(self.own_T[rows_R], (), self.staged, self.store)
 
 
-def own_pages(spans: Sequence[Span], store: "SealedCache") -> OwnPages:
+def own_pages(spans: Sequence[Span], store: "QuantisedCache") -> OwnPages:
     """Return the own pages of a step's tokens."""
     own, copies, num_staged = [], [], 0
     for span in spans:
@@ -69,14 +69,14 @@ def own_pages(spans: Sequence[Span], store: "SealedCache") -> OwnPages:
         pages_T = np.arange(first, first + len(span.token_ids)) // page_size
         last_page = int(pages_T[-1])
         staged_T = -2 - 2 * (num_staged + pages_T - first_page)
-        own.append(np.where(pages_T == last_page, open_codes(span.open_page), staged_T))
+        own.append(np.where(pages_T == last_page, tail_codes(span.tail_page), staged_T))
         if first_page < last_page and first % page_size:
-            copies.append((span.open_page, num_staged))
+            copies.append((span.tail_page, num_staged))
         num_staged += last_page - first_page
     staged = torch.empty(num_staged, store.most_numbers, dtype=store.dtype, device=store.device)
     return OwnPages(np.concatenate(own), tuple(copies), staged, store)
 
 
-def open_codes(open_pages_T: Any) -> Any:
-    """Return the codes of tokens whose own pages are these open ones."""
-    return -1 - 2 * open_pages_T
+def tail_codes(tail_pages_T: Any) -> Any:
+    """Return the codes of tokens whose own pages are these tail pages."""
+    return -1 - 2 * tail_pages_T

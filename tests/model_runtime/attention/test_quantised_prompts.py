@@ -1,4 +1,4 @@
-"""The parts in which the GPU reads a prompt over sealed pages cover each key of each row once."""
+"""Parts in which the GPU reads a prompt over quantised pages have each key of a row once."""
 
 import random
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from ropewalk.model_runtime.attention.batch import Span, build_batch
-from ropewalk.model_runtime.attention.sealed.own_pages import own_pages
-from ropewalk.model_runtime.attention.sealed.sealed_prompts import (
-    SealedGroup,
-    SealedPrompts,
+from ropewalk.model_runtime.attention.quantised.own_pages import own_pages
+from ropewalk.model_runtime.attention.quantised.quantised_prompts import (
+    QuantisedGroup,
+    QuantisedPrompts,
     Source,
 )
 from ropewalk.model_runtime.attention.work_list import Cut, contexts_of
@@ -29,7 +29,7 @@ METHODS: tuple[PositionMethod | None, ...] = (
 )
 
 
-def seen(group: SealedGroup, part: int, row: int) -> range:
+def seen(group: QuantisedGroup, part: int, row: int) -> range:
     """The keys that a row of a part sees, from the part's first one; as flash attention has it."""
     parts = group.placed.parts
     num_tokens, num_keys = (
@@ -42,7 +42,7 @@ def seen(group: SealedGroup, part: int, row: int) -> range:
 
 
 def count(
-    group: SealedGroup, table: NDArray[np.int32], width: int, keys: NDArray[np.int64]
+    group: QuantisedGroup, table: NDArray[np.int32], width: int, keys: NDArray[np.int64]
 ) -> None:
     """Add 1 to each key that a row sees, where its page is the one of its source."""
     parts = group.placed.parts
@@ -59,9 +59,9 @@ def count(
                     is_right = page == key // PAGE
                 else:
                     page = int(group.page_G[page_at + key // PAGE])
-                    is_right = group.source is not Source.SEALED
+                    is_right = group.source is not Source.QUANTISED
                 assert is_right
-                keys[row, key] += 1 if group.source is Source.SEALED else 1000 * (page + 1)
+                keys[row, key] += 1 if group.source is Source.QUANTISED else 1000 * (page + 1)
 
 
 @pytest.mark.parametrize("seed", range(few(60, 30)))
@@ -72,10 +72,10 @@ def test_each_key_is_read_once_from_its_source(seed: int) -> None:
     window, method = draw.choice((None, None, 1, 2, 33, 100)), draw.choice(METHODS)
     methods: Mapping[int, PositionMethod] = {} if method is None else {0: method}
     num_pages = -(-(first + num_tokens) // PAGE)
-    span = Span([0] * num_tokens, first, list(range(num_pages)), 0, range(0), open_page=7)
+    span = Span([0] * num_tokens, first, list(range(num_pages)), 0, range(0), tail_page=7)
     store: Any = SimpleNamespace(page_size=PAGE, most_numbers=1, dtype=torch.float32, device=CPU)
     batch, own = build_batch([span], PAGE, CPU), own_pages([span], store)
-    prompts = SealedPrompts(batch, own, methods)
+    prompts = QuantisedPrompts(batch, own, methods)
     keys = np.zeros((num_tokens, num_pages * PAGE), np.int64)
     table = batch.page_table_SN.numpy()
     for group in prompts.groups(window, 16):
@@ -94,7 +94,7 @@ def test_each_key_is_read_once_from_its_source(seed: int) -> None:
             position = first + row
             for key in range(max(begin, position + 1 - window if window else 0), end):
                 page = position // PAGE
-                # The open page, or the one that is staged for an earlier page of the chunk.
+                # The tail page, or the one that is staged for an earlier page of the chunk.
                 exact = 7 if page == last_page else page - first // PAGE
                 expected[row, key] += 1 if key // PAGE < page else 1000 * (exact + 1)
     assert np.array_equal(keys, expected)
@@ -135,8 +135,8 @@ def test_a_large_chunk_has_few_groups(first: int, num_groups: int, share: float)
     span = Span([0] * 2048, first, list(range(200)), 0, range(0))
     store: Any = SimpleNamespace(page_size=64, most_numbers=1, dtype=torch.float32, device=CPU)
     batch, own = build_batch([span], 64, CPU), own_pages([span], store)
-    groups = SealedPrompts(batch, own, {}).groups(None, 64)
+    groups = QuantisedPrompts(batch, own, {}).groups(None, 64)
     assert len(groups) == num_groups
-    sealed = [each.placed.parts.num_keys for each in groups if each.source is Source.SEALED]
-    assert sealed[0] == first // 64 * 64, "keys before the chunk are widened once"
-    assert sum(sealed[1:]) == pytest.approx(share * 2048, rel=0.1)
+    quantised = [each.placed.parts.num_keys for each in groups if each.source is Source.QUANTISED]
+    assert quantised[0] == first // 64 * 64, "keys before the chunk are widened once"
+    assert sum(quantised[1:]) == pytest.approx(share * 2048, rel=0.1)

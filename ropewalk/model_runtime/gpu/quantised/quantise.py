@@ -1,12 +1,12 @@
-"""The GPU's kernels that write new keys and values to exact pages, and seal those that are full.
+"""The GPU's kernels that write new keys and values to exact pages, and quantise full ones.
 
-A record has the bytes that `cpu_kernels/sealed/seal.py` gives it. Every operation is the one of
-float32 that numpy has, in the same order. Divisions are rounded to nearest (`div_rn`).
+A record has the bytes that `cpu_kernels/quantised/quantise.py` gives it. Every operation is the one
+of float32 that numpy has, in the same order. Divisions are rounded to nearest (`div_rn`).
 
 An exact page of one head has its keys offset by offset, then its values. Rows are channels of keys,
 or groups of a token's values. With two parts, each half of a row has parameters of its own.
 
-Shapes: T = flat tokens, K = key heads, D = key dimensions, V = value dimensions, X = open pages,
+Shapes: T = flat tokens, K = key heads, D = key dimensions, V = value dimensions, X = tail pages,
 G = staged pages, E = numbers of an exact page of one head, F = tokens that fill a page.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.gpu.launch import jit
 from ropewalk.model_runtime.gpu.primitives import padded
-from ropewalk.model_runtime.gpu.sealed_numbers import Records
+from ropewalk.model_runtime.gpu.quantised_numbers import Records
 
 _LEAST_STEP = tl.constexpr(2.0**-14)  # the least and the largest normal number of float16
 _MOST = tl.constexpr(65504.0)
@@ -29,7 +29,7 @@ _NUMBERS = 2048  # of each half of the rows that a program holds at once
 
 @jit("own_T", "offset_T")
 def _write(
-    key, value, own_T, offset_T, opened, staged,
+    key, value, own_T, offset_T, tails, staged,
     from_key_t, from_key_k, from_key_d, from_value_t, from_value_k, from_value_v,
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     HEADS_2: tl.constexpr, DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
@@ -37,7 +37,7 @@ def _write(
     """Write one token's keys and values to its own page, all heads."""
     token = tl.program_id(0).to(tl.int64)
     code, offset = -1 - tl.load(own_T + token), tl.load(offset_T + token)
-    is_open = code % 2 == 0
+    is_tail = code % 2 == 0
     k = tl.arange(0, HEADS_2)[:, None]
     d, v = tl.arange(0, DIM_2)[None, :], tl.arange(0, VALUES_2)[None, :]
     is_key, is_value = (k < HEADS) & (d < DIM), (k < HEADS) & (v < VALUES)
@@ -45,29 +45,29 @@ def _write(
     two = tl.load(value + token * from_value_t + k * from_value_k + v * from_value_v, mask=is_value)
     page = (code // 2 * HEADS + k) * (PAGE * (DIM + VALUES))
     place = page + offset * DIM + d
-    tl.store(opened + place, one, mask=is_key & is_open)
+    tl.store(tails + place, one, mask=is_key & is_tail)
     tl.store(staged + place, one, mask=is_key & (code % 2 == 1))
     place = page + PAGE * DIM + offset * VALUES + v
-    tl.store(opened + place, two, mask=is_value & is_open)
+    tl.store(tails + place, two, mask=is_value & is_tail)
     tl.store(staged + place, two, mask=is_value & (code % 2 == 1))
 
 
 @triton.jit
-def _numbers_at(opened, staged, at, mask, is_open):
-    """Load numbers of an open page, or of a staged one."""
-    one = tl.load(opened + at, mask=mask & is_open, other=0.0)
-    two = tl.load(staged + at, mask=mask & (is_open == 0), other=0.0)
-    return tl.where(is_open, one, two).to(tl.float32)
+def _numbers_at(tails, staged, at, mask, is_tail):
+    """Load numbers of a tail page, or of a staged one."""
+    one = tl.load(tails + at, mask=mask & is_tail, other=0.0)
+    two = tl.load(staged + at, mask=mask & (is_tail == 0), other=0.0)
+    return tl.where(is_tail, one, two).to(tl.float32)
 
 
 @triton.jit
-def _seal_rows(
-    opened, staged, is_open, first, row_step: tl.constexpr, step: tl.constexpr,
+def _quantise_rows(
+    tails, staged, is_tail, first, row_step: tl.constexpr, step: tl.constexpr,
     record, halves,
     COUNT: tl.constexpr, LENGTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
     PARAMETERS: tl.constexpr, ROWS: tl.constexpr, HALF_2: tl.constexpr,
 ):  # fmt: skip
-    """Seal COUNT rows of LENGTH numbers, each as two halves.
+    """Quantise COUNT rows of LENGTH numbers, each as two halves.
 
     `first`: the place of the first number. PARAMETERS: the place of the first lowest number among
     the halves.
@@ -81,8 +81,8 @@ def _seal_rows(
         at = first + r[:, None] * row_step + x * step
         is_a = is_row[:, None] & (x < HALF)
         is_b = is_a & (x + HALF < LENGTH)
-        a = _numbers_at(opened, staged, at, is_a, is_open)
-        b = _numbers_at(opened, staged, at + HALF * step, is_b, is_open)
+        a = _numbers_at(tails, staged, at, is_a, is_tail)
+        b = _numbers_at(tails, staged, at + HALF * step, is_b, is_tail)
         low, high, is_finite = _range(a, is_a)
         other_low, other_high, is_other_finite = _range(b, is_b)
         if PARTS == 1:
@@ -157,19 +157,19 @@ def _codes(numbers, low, inverse, most: tl.constexpr):
 
 
 @jit("filled", "own_T", "offset_T", "page_T")
-def _seal(
-    opened, staged, records, halves, filled, own_T, offset_T, page_T,
+def _quantise(
+    tails, staged, records, halves, filled, own_T, offset_T, page_T,
     HEADS: tl.constexpr, RECORD: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr,
     KEY_ROWS: tl.constexpr, KEY_HALF_2: tl.constexpr,
     VALUE_ROWS: tl.constexpr, VALUE_HALF_2: tl.constexpr,
 ):  # fmt: skip
-    """Seal one head of the page that a token has filled, if its offset is the last one."""
+    """Quantise one head of the page that a token has filled, if its offset is the last one."""
     token, head = tl.load(filled + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     if tl.load(offset_T + token) != PAGE - 1:
         return
     code = -1 - tl.load(own_T + token)
-    is_open = code % 2 == 0
+    is_tail = code % 2 == 0
     first = (code // 2 * HEADS + head) * (PAGE * (DIM + VALUES))
     place = (tl.load(page_T + token) * HEADS + head) * RECORD
     record, halves = records + place, halves + place // 2
@@ -177,12 +177,12 @@ def _seal(
     VALUES_AT: tl.constexpr = PAGE * DIM * KEY_BITS // 8
     PARAMETERS: tl.constexpr = (VALUES_AT + PAGE * VALUES * VALUE_BITS // 8) // 2
     PARTS: tl.constexpr = 2 if KEY_BITS == 4 else 1
-    _seal_rows(
-        opened, staged, is_open, first, 1, DIM, record, halves,
+    _quantise_rows(
+        tails, staged, is_tail, first, 1, DIM, record, halves,
         DIM, PAGE, PARTS, KEY_BITS, PARAMETERS, KEY_ROWS, KEY_HALF_2,
     )  # fmt: skip
-    _seal_rows(
-        opened, staged, is_open, first + PAGE * DIM, SIZE, 1, record + VALUES_AT, halves,
+    _quantise_rows(
+        tails, staged, is_tail, first + PAGE * DIM, SIZE, 1, record + VALUES_AT, halves,
         PAGE * GROUPS, SIZE, 1, VALUE_BITS, PARAMETERS + 2 * DIM * PARTS, VALUE_ROWS,
         VALUE_HALF_2,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def write(
     value_TKV: Tensor,
     own_T: Tensor,
     offset_T: Tensor,
-    opened_XKE: Tensor,
+    tail_XKE: Tensor,
     staged_GKE: Tensor,
     page_size: int,
 ) -> None:
@@ -201,16 +201,16 @@ def write(
     num_tokens, num_heads, dim = key_TKD.shape
     value_dim = value_TKV.shape[-1]
     _write[(num_tokens,)](
-        key_TKD, value_TKV, own_T, offset_T, opened_XKE, staged_GKE,
+        key_TKD, value_TKV, own_T, offset_T, tail_XKE, staged_GKE,
         *key_TKD.stride(), *value_TKV.stride(),
         HEADS=num_heads, DIM=dim, VALUES=value_dim, PAGE=page_size,
         HEADS_2=padded(num_heads, 1), DIM_2=padded(dim), VALUES_2=padded(value_dim),
     )  # fmt: skip
 
 
-def seal(
+def quantise(
     records: Records,
-    opened_XKE: Tensor,
+    tail_XKE: Tensor,
     staged_GKE: Tensor,
     filled_F: Tensor,
     own_T: Tensor,
@@ -218,7 +218,7 @@ def seal(
     page_T: Tensor,
     sides: tuple[int, int, int],
 ) -> None:
-    """Seal the pages of the tokens `filled_F` that stand at a last offset.
+    """Quantise the pages of the tokens `filled_F` that stand at a last offset.
 
     `sides`: D, V and the positions of a page.
     """
@@ -226,8 +226,8 @@ def seal(
     size = value_dim // records.value_groups
     key_half, value_half = padded(-(-page_size // 2)), padded(-(-size // 2))
     _, num_heads, record_bytes = records.records_NKR.shape
-    _seal[(len(filled_F), num_heads)](
-        opened_XKE, staged_GKE, records.records_NKR, records.records_NKR.view(torch.int16),
+    _quantise[(len(filled_F), num_heads)](
+        tail_XKE, staged_GKE, records.records_NKR, records.records_NKR.view(torch.int16),
         filled_F, own_T, offset_T, page_T,
         HEADS=num_heads, RECORD=record_bytes, DIM=dim, VALUES=value_dim, PAGE=page_size,
         **records.form,

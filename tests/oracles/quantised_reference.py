@@ -1,7 +1,7 @@
-"""Sealed pages by their definition, in numpy: no line of it is the product's.
+"""Quantised pages by their definition, in numpy: no line of it is the product's.
 
-`sealed` gives the numbers that a page is read as. `ReferenceModel` is transformers' own model in
-float64 whose queries read earlier pages sealed, and their own page as it was computed.
+`quantised` gives the numbers that a page is read as. `ReferenceModel` is transformers' own model in
+float64 whose queries read earlier pages quantised, and their own page as it was computed.
 """
 
 import sys
@@ -19,7 +19,7 @@ SMALL_GROUPS = {
     "k8v4": 8,
     "int4": 8,
 }  # dimensions of a value that share a step; tiny models have 16
-_NAME = "sealed_reference"
+_NAME = "quantised_reference"
 
 
 def codes(rows_RL: NDArray[Any], bits: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -40,17 +40,17 @@ def codes(rows_RL: NDArray[Any], bits: int) -> tuple[NDArray[Any], NDArray[Any],
     return np.clip(found_RL, 0, most).astype(np.uint8), low_R, step_R
 
 
-def sealed(rows_RL: Tensor, bits: int) -> Tensor:
+def quantised(rows_RL: Tensor, bits: int) -> Tensor:
     """The numbers that rows are read as, float64."""
     code_RL, low_R, step_R = codes(rows_RL.float().numpy(), bits)
     exact_RL = code_RL * step_R.astype(np.float64)[:, None] + low_R.astype(np.float64)[:, None]
     return torch.from_numpy(exact_RL)
 
 
-def sealed_pages(
+def quantised_pages(
     numbers_CKX: Tensor, page_size: int, bits: int, *, by_channel: bool, group: int | None = None
 ) -> Tensor:
-    """Keys (by channel of a page) or values (by token or group) of whole pages, sealed; float64.
+    """Keys (by channel of a page) or values (by token or group) of whole pages, quantised; float64.
 
     Each half of a channel in four bits has its own lowest number and step.
     """
@@ -62,9 +62,9 @@ def sealed_pages(
             rows = numbers_CKX[page, head]
             if by_channel:
                 halves = rows.chunk(2 if bits == 4 else 1)
-                out[page, head] = torch.cat([sealed(half.T, bits).T for half in halves])
+                out[page, head] = torch.cat([quantised(half.T, bits).T for half in halves])
             else:
-                found = sealed(rows.reshape(-1, group or dim), bits)
+                found = quantised(rows.reshape(-1, group or dim), bits)
                 out[page, head] = found.view(page_size, dim)
     return out.view(num_tokens, num_heads, dim)
 
@@ -88,13 +88,13 @@ def record(keys_DO: NDArray[Any], values_XV: NDArray[Any], kind: str) -> bytes:
 
 
 class ReferenceModel:
-    """A model of transformers, in float64, over sealed pages. It changes the model's module."""
+    """A model of transformers, in float64, over quantised pages. It changes the model's module."""
 
     def __init__(self, model: PreTrainedModel, kind: str, page_size: int) -> None:
         self._model = model.double().eval()
         self._bits, self._page_size = BITS[kind], page_size
         self._group = SMALL_GROUPS.get(kind)
-        self._sealed_keys: list[Tensor] = []  # rotated, of the layer that is computed
+        self._quantised_keys: list[Tensor] = []  # rotated, of the layer that is computed
         self._module = sys.modules[type(model).__module__]
         self._rotate: Callable[..., Any] = self._module.apply_rotary_pos_emb
 
@@ -111,11 +111,11 @@ class ReferenceModel:
         return torch.log_softmax(logits[0].double(), -1)
 
     def _rotated(self, query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Any:
-        """Rotate, and keep the keys that are sealed before the rotation."""
+        """Rotate, and keep the keys that are quantised before the rotation."""
         key_CKD = key[0].transpose(0, 1)
-        found = sealed_pages(key_CKD, self._page_size, self._bits[0], by_channel=True)
+        found = quantised_pages(key_CKD, self._page_size, self._bits[0], by_channel=True)
         again = found.transpose(0, 1)[None].to(key.dtype)
-        self._sealed_keys = [self._rotate(query, again, *arguments, **named)[1]]
+        self._quantised_keys = [self._rotate(query, again, *arguments, **named)[1]]
         return self._rotate(query, key, *arguments, **named)
 
     def _attend(
@@ -128,9 +128,9 @@ class ReferenceModel:
         scaling: float | None = None,
         **named: Any,
     ) -> tuple[Tensor, None]:
-        (old_key,) = self._sealed_keys
+        (old_key,) = self._quantised_keys
         value_CKV = value[0].transpose(0, 1)
-        found = sealed_pages(
+        found = quantised_pages(
             value_CKV, self._page_size, self._bits[1], by_channel=False, group=self._group
         )
         old_value = found.transpose(0, 1)[None].to(value.dtype)

@@ -1,4 +1,4 @@
-"""Reads of a cache of sealed pages, step by step, and their answers in float64."""
+"""Reads of a cache of quantised pages, step by step, and their answers in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Span, build_batch
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
-from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests.oracles import position_oracle as oracle
+from tests.oracles.quantised_reference import BITS, SMALL_GROUPS, quantised_pages, record
 from tests.oracles.range_cases import DIM, KEY_HEADS, PlacedReads
-from tests.oracles.sealed_reference import BITS, SMALL_GROUPS, record, sealed_pages
 
 PAGE = 32
 FORMS = {kind: replace(FORMATS[kind], group=SMALL_GROUPS.get(kind)) for kind in FORMATS}
@@ -38,7 +38,7 @@ class Shape:
 
 
 class Laid(PlacedReads):
-    """The reads of `PlacedReads` over sealed pages; the second half of each row does not rotate."""
+    """The reads of `PlacedReads` over quantised pages; a row's second half does not rotate."""
 
     backend: Any = None  # None: that of the store
 
@@ -48,16 +48,16 @@ class Laid(PlacedReads):
         super().__init__(method, page=PAGE, **options)
         self.kind = kind
         with patch.dict(FORMATS, FORMS):
-            self.store = SealedCache(
+            self.store = QuantisedCache(
                 CacheLayout({0: Shape()}, self.dtype, PAGE, kind),
                 len(self.keys),
-                num_open=len(self.spans),
+                num_tails=len(self.spans),
                 device=self.device,
                 device_backend=device_backend,
             )
         for tensor in self.store.pages(0):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN where nothing was written
-        self.spans = [span._replace(open_page=at) for at, span in enumerate(self.spans)]
+        self.spans = [span._replace(tail_page=at) for at, span in enumerate(self.spans)]
 
     def chunk(self, index: int, first: int, end: int) -> Span:
         """The positions of a sequence from `first` up to `end`."""
@@ -98,26 +98,26 @@ class Laid(PlacedReads):
                 self.write([self.chunk(index, 0, context - queries)])
         return self.step(self.spans, self.query, **options)
 
-    def seal(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of each sequence as they are read when sealed, float64 [C, K, X]."""
+    def quantise(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each sequence as they are read when quantised, float64 [C, K, X]."""
         found = []
         for span in self.spans:
             keys = self.keys[span.pages].permute(0, 3, 1, 2).flatten(0, 1)
             values = self.values[span.pages].transpose(1, 2).flatten(0, 1)
             bits = BITS[self.kind]
             found.append((
-                sealed_pages(keys, PAGE, bits[0], by_channel=True),
-                sealed_pages(
+                quantised_pages(keys, PAGE, bits[0], by_channel=True),
+                quantised_pages(
                     values, PAGE, bits[1], by_channel=False, group=SMALL_GROUPS.get(self.kind)
                 ),
             ))  # fmt: skip
         return found
 
     def expected(self, distance: oracle.Distance, **options: Any) -> Tensor:
-        """The same reads in float64, each row over its own page and the sealed ones before it."""
+        """The same reads in float64, each row over its own page and quantised ones before it."""
         rows = []
         whole = self.keys, self.values
-        old = self.seal()
+        old = self.quantise()
         inv_freq_P = self.profile.scaling.frequencies(self.native.rotary).inv_freq_P
         token = 0
         for index, ((context, queries), span) in enumerate(

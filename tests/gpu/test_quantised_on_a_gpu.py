@@ -1,6 +1,6 @@
 """A cache in few bits served on a GPU, beside a CPU: `make gpu-check`.
 
-The kernels' own cases are in tests/model_runtime/attention/test_triton_sealed.py.
+The kernels' own cases are in tests/model_runtime/attention/test_triton_quantised.py.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
@@ -43,7 +43,7 @@ def asked(checkpoint: Checkpoint, num_tokens: int = 40) -> list[Request]:
 
 
 def engine_of(engines: EngineFactory, on: Checkpoint, kind: str, **config: object) -> Engine:
-    """An engine with pages of 64 tokens and eight open ones."""
+    """An engine with pages of 64 tokens and eight tail pages."""
     sizes = {"page_size": 64, "kv_cache_tokens": TOKENS, "max_model_len": 1024, "max_num_seqs": 8}
     return engines.over(on, kv_cache_dtype=kind, **sizes, **config)
 
@@ -60,7 +60,7 @@ def compare(got: list[Result], expected: list[Result], most: float) -> None:
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sealed_pages_are_served_as_on_a_cpu(
+def test_quantised_pages_are_served_as_on_a_cpu(
     engines: EngineFactory, kind: str, dtype: str, *, enforce_eager: bool
 ) -> None:
     """The CPU's kernels over the same format are the reference, in float32."""
@@ -74,7 +74,7 @@ def test_sealed_pages_are_served_as_on_a_cpu(
     layout = on_gpu.cache_layout(64, kind)
     num_spare = 0 if enforce_eager else 1
     counted = (TOKENS + 64 * num_spare) * layout.token_bytes
-    counted += (8 + num_spare) * layout.open_bytes
+    counted += (8 + num_spare) * layout.tail_bytes
     assert engine._core._runner.store.num_bytes == counted
 
 
@@ -82,7 +82,7 @@ def test_sealed_pages_are_served_as_on_a_cpu(
 def test_a_prefix_and_a_draft_change_an_answer_by_roundings_only(
     engines: EngineFactory, kind: str
 ) -> None:
-    """Found pages are sealed already, and rows of a draft share an open page."""
+    """Found pages are quantised already, and rows of a draft share a tail page."""
     on_gpu = load_checkpoint(EMBEDDED_MODEL, dtype="float32", device="cuda")
     asks = [*asked(on_gpu), *asked(on_gpu)]
     plain, drafting = (engine_of(engines, on_gpu, kind, max_draft_tokens=most) for most in (0, 7))

@@ -1,1 +1,0 @@
-"""Kernels over sealed pages: keys and values in eight or four bits (docs/design/kv-cache.md)."""
