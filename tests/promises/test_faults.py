@@ -286,7 +286,6 @@ def test_a_panic_ends_the_engine_as_an_error_does(llama_checkpoint: Checkpoint) 
     assert died.wait(10)
 
 
-@pytest.mark.costly
 def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) -> None:
     """Memory runs out between query and key; no garbage is collected."""
     checkpoint = tiny_checkpoint("olmo")  # its decoder is not fused

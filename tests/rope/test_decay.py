@@ -77,7 +77,6 @@ def _turned(x_HND: Tensor, table: Frequencies, position: int) -> Tensor:
     return x_HND @ matrix.T
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("table", TABLES)
 def test_mean_and_spread_are_those_of_simulated_scores(table: Frequencies) -> None:
     """The reference is 100,000 rotated dot products per distance; the bound is six errors."""

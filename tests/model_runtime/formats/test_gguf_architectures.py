@@ -39,7 +39,6 @@ def test_the_page_is_written_from_the_tables() -> None:
     assert (Path(__file__).parents[3] / "docs/reference/gguf.md").read_text() == page()
 
 
-@pytest.mark.sampled
 def test_weights_and_logits_are_those_of_the_written_model(
     case_and_file: tuple[Case, Path],
 ) -> None:
@@ -54,7 +53,6 @@ def test_weights_and_logits_are_those_of_the_written_model(
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
-@pytest.mark.sampled(drawn=6)
 def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> None:
     """The whole load gives a checkpoint that can be served."""
     case, path = case_and_file

@@ -202,7 +202,6 @@ def split(folder: Path) -> list[Path]:
     return sorted(folder.glob("parts-*.gguf"))
 
 
-@pytest.mark.costly
 def test_all_parts_of_a_split_file_are_loaded(tmp_path: Path) -> None:
     """By the folder, by the first part, and by any part."""
     parts = split(tmp_path)

@@ -51,7 +51,6 @@ def mixed(name: str, values: np.ndarray) -> tuple[np.ndarray, Type]:
     return rows.reshape(*values.shape[:-1], -1), Type[kind]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", ORDERED)
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory, name: str

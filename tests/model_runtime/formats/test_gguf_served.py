@@ -90,7 +90,6 @@ def expected_texts(encode: Encode) -> list[str]:
 
 # Q4_K and its fallback are compiled for fifteen seconds. Their values are tested in
 # test_low_bit_products.py, and models with Q4_K in test_low_bit_experts.py.
-@pytest.mark.costly
 @pytest.mark.parametrize("name", ["F16", "Q8_0", pytest.param("Q4_K", marks=pytest.mark.long)])
 def test_a_served_file_writes_what_transformers_writes_with_its_weights(
     name: str, tmp_path: Path

@@ -79,9 +79,14 @@ def found_weight(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any])
             return found
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("each", "dtype"),
+    [
+        *((each, torch.float32) for each in CASES),
+        *((case(name), torch.bfloat16) for name in ("fp8-blocks", "w4a16", "gptq-ordered", "awq")),
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
 def test_weights_are_those_of_the_reference_to_the_bit(
     each: Case, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -98,9 +103,7 @@ def test_weights_are_those_of_the_reference_to_the_bit(
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8-blocks",
-        pytest.param("fp8-experts", marks=pytest.mark.costly),
-        *("w4a16", "w8a8", "mixed", "gptq-ordered", "awq"),
+        *("fp8-blocks", "fp8-experts", "w4a16", "w8a8", "mixed", "gptq-ordered", "awq"),
     ],
 )
 def test_greedy_tokens_are_those_of_the_dequantised_model(
@@ -113,7 +116,6 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     assert_same_answer(checkpoint, untouched, engines)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gpt_oss_in_mxfp4_is_what_transformers_unpacks(
     dtype: torch.dtype, engines: EngineFactory, tmp_path: Path

@@ -1,8 +1,6 @@
 """Engines with pages on disk, for its tests."""
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from ropewalk.model_runtime.loading.files.file_versions import file_versions
 from ropewalk.model_runtime.request import Output, Request
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.engines import EngineFactory, Result
+from tests.doubles.waiting import wait_until
 
 PROMPT = [
     (7 * at * at + 3) % VOCAB_SIZE for at in range(200)
@@ -49,14 +48,6 @@ class Disk(Observer):
         self.sum.num_memory_bytes = counts.num_memory_bytes
         self.sum.num_tokens_read += counts.num_tokens_read
         self.sum.is_paused = counts.is_paused
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def with_weights(checkpoint: Checkpoint, folder: Path, content: bytes = b"weights") -> Checkpoint:

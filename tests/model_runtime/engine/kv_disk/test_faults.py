@@ -15,6 +15,7 @@ from ropewalk.model_runtime.engine.kv_disk import lower_store, reader
 from ropewalk.model_runtime.engine.kv_disk.files import folder as folder_module
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.waiting import wait_until
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
@@ -22,7 +23,6 @@ from tests.model_runtime.engine.kv_disk.disk_engines import (
     Server,
     files,
     flip,
-    wait_until,
     with_weights,
 )
 
@@ -57,7 +57,6 @@ def of_another_key(path: Path) -> None:
     shutil.copyfile(files(path.parents[3])[3], path)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -92,13 +91,8 @@ def test_a_bad_file_is_a_miss_and_replaced(
     server.stop()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
 def test_an_error_that_says_nothing_about_a_page_leaves_its_file(
-    engines: EngineFactory,
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
+    engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is computed, and a later read finds all pages."""
     folder = tmp_path / "kv"
@@ -107,7 +101,7 @@ def test_an_error_that_says_nothing_about_a_page_leaves_its_file(
     server.stop()
 
     def refused(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch, files(folder)[0].open("rb") as first:
         patch.setattr(folder_module, "read_page", refused)
@@ -126,13 +120,8 @@ def pauses(logs: list[Any]) -> list[str]:
     return [each["reason"] for each in logs if each["event"] == "kv_disk_paused"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_a_disk_that_takes_no_page_pauses_the_writes_with_one_line(
-    engines: EngineFactory,
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
+    engines: EngineFactory, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is there is still read, and nothing half written stays."""
     expected = answer(engines.over(checkpoint), asked(checkpoint))[0]
@@ -144,14 +133,14 @@ def test_a_disk_that_takes_no_page_pauses_the_writes_with_one_line(
         path.unlink()
 
     def refused(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(folder_module, "write_page", refused)
     with structlog.testing.capture_logs() as logs:
         server = Server(engines, checkpoint, folder)
         assert server.ask(asked(checkpoint)) == (expected, 3 * 16)
         server.stop()
-    assert pauses(logs) == [os.strerror(number)]
+    assert pauses(logs) == [os.strerror(errno.ENOSPC)]
     assert server.disk.sum.is_paused
     assert server.pages["read"] == 3
     assert server.pages["dropped"] == NUM_PAGES - 3

@@ -26,13 +26,13 @@ from ropewalk.model_runtime.scheduling.read_plan import wanted_pages
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.playground.stats import read_stats
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.waiting import wait_until
 from tests.model_runtime.engine.kv_disk import late_copies
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
     Server,
     files,
-    wait_until,
     with_weights,
     written,
 )
@@ -94,7 +94,6 @@ def test_evicted_prefixes_come_back_with_the_same_bits(
     }
 
 
-@pytest.mark.costly
 def test_answers_under_load_have_the_same_bits(
     engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

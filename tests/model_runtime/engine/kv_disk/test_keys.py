@@ -150,7 +150,6 @@ def parts_of(first: Path) -> dict[Path, str]:
     return {path: version_of(path.stat()) for path in file_versions_module._files_of(first)}
 
 
-@pytest.mark.costly
 def test_a_file_replaced_during_the_load_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,12 @@ from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.engine.kv_disk import writer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.waiting import wait_until
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
     Server,
     files,
-    wait_until,
     with_weights,
 )
 

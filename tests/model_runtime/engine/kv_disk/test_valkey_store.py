@@ -21,11 +21,11 @@ from ropewalk.model_runtime.engine.kv_disk.stores.valkey_store import ValkeyStor
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.scheduling.sequence import Sequence
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.doubles.waiting import wait_until
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
     Server,
-    wait_until,
     with_weights,
     written,
 )
@@ -141,7 +141,6 @@ def of_another_type(client: Any, name: bytes) -> None:
     client.rpush(name, "a", "b")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -226,7 +225,6 @@ def test_a_store_without_memory_pauses_the_writes_with_one_line(
     assert server.pages == {"read": NUM_PAGES, "dropped": NUM_PAGES}
 
 
-@pytest.mark.costly
 def test_a_store_that_hangs_delays_nobody_else_and_its_request_for_a_while(
     engines: EngineFactory,
     checkpoint: Checkpoint,
