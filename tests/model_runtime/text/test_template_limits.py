@@ -157,7 +157,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.costly
 @needs_proc
 def test_the_processes_end_with_the_server() -> None:
     """Also if it is killed while a template loops."""

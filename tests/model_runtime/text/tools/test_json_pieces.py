@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.model_runtime.text.tools.json_pieces import MAX_DEPTH, GrowingText
-from tests.sampling import few
 
 TEXTS = st.text('ab"\\/\n\t\x01\x7fé🧶\u2028 {}[],:', max_size=8)
 VALUES = st.recursive(
@@ -39,7 +38,7 @@ def written(*pieces: str) -> tuple[str, str | None]:
     return "".join(found), text.left
 
 
-@settings(deadline=None, max_examples=few(200, 60))
+@settings(deadline=None, max_examples=60)
 @given(
     value=VALUES,
     is_ascii=st.booleans(),

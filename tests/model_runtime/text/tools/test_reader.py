@@ -23,7 +23,6 @@ from ropewalk.model_runtime.text.tools.tool_format import (
     ToolCall,
     ToolFormat,
 )
-from tests.sampling import few
 
 Part = Event | ToolCall
 THINK = ReasoningFormat("<think>", "</think>")
@@ -328,7 +327,7 @@ ALPHABET = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=few(300, 80))
+@settings(deadline=None, max_examples=80)
 @given(
     parts=ALPHABET,
     found=st.sampled_from(FORMATS),
