@@ -46,8 +46,7 @@ def held_bytes(model: nn.Module) -> int:
     return plain
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
     """Its weights are at most 1/N of the divided ones, the embedding and 2 %."""
     alone = whole("llama", is_wide=True)
@@ -59,9 +58,7 @@ def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
     assert not any(isinstance(each, MappedLinear) for each in shared.model.modules())
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_rank_holds_its_share_of_the_cache(ranks: Ranks) -> None:
     """A rank has the keys and values of its own heads only."""
     alone = build_runner(whole("llama"), CONFIG)
@@ -69,7 +66,6 @@ def test_a_rank_holds_its_share_of_the_cache(ranks: Ranks) -> None:
     assert mirrored._store.num_bytes * ranks.size == alone._store.num_bytes
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_larger_served_type_is_made_from_each_part(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
