@@ -133,8 +133,6 @@ def all_is_freed(server: Server, descriptors: int) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("sent", "first"),
     [(_HEAD, 1), (_BODY, _BODY.index(b'"a"'))],
@@ -169,7 +167,6 @@ def test_connections_beyond_the_limit_get_503_until_there_is_room(patient: Serve
     all_is_freed(patient, descriptors)
 
 
-@pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys"])
 def test_a_costly_body_does_not_hold_the_event_loop(server: Server, kind: str) -> None:
     """Each is as large as the limits allow; probes are answered meanwhile."""

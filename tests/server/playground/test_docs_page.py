@@ -107,7 +107,6 @@ def test_the_page_can_be_read_without_sight_or_mouse(page: str) -> None:
     assert labels <= set(tags.values("id"))
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_every_example_is_answered(tmp_path: Path) -> None:
     """A shell runs each example as the page has it, against a server that asks for a key."""
@@ -212,7 +211,6 @@ def test_schemas_are_told_in_words_and_by_example() -> None:
     assert example(schema, {"Part": {"type": "boolean"}}) == {"a": 3, "b": [True]}
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_a_browser_shows_it_under_its_policy(server: Server, tmp_path: Path) -> None:
     """Chromium applies the style and reports no violation of the policy."""
