@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.doubles.waiting import wait_until
 from tests.server.router.in_namespace import MODULE, VARIABLE
 from tests.server.router.restarted import restarted
 from tests.server.router.test_route import (
@@ -29,7 +30,6 @@ from tests.server.router.test_route import (
     events,
     metric,
     routed,
-    until,
 )
 from tests.servers.processes import Server, running_server, without_replicas
 
@@ -75,7 +75,7 @@ def namespace() -> Iterator[tuple[str, str, str]]:
         ip("netns", "del", name)
 
 
-@pytest.mark.costly
+@pytest.mark.long
 def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection breaks, and the server runs on. It is chosen again when packets pass."""
     with namespace() as (name, interface, address), running_server(*FLAGS) as near:
@@ -93,14 +93,14 @@ def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.Mo
             try:
                 for each in readers:
                     each.join(60)
-                until(lambda: metric(url, 'servers{state="ready"}') == 1)
+                wait_until(lambda: metric(url, 'servers{state="ready"}') == 1)
             finally:
                 ip("-n", name, "link", "set", interface, "up")
             for each, wanted in zip(readers, expected * 2, strict=True):
                 assert events(each.data) == wanted
             assert metric(url, 'continued_total{outcome="ok"}') > 0
             assert metric(url, 'continued_total{outcome="diverged"}') == 0
-            until(lambda: metric(url, 'servers{state="ready"}') == 2)
+            wait_until(lambda: metric(url, 'servers{state="ready"}') == 2)
 
 
 @contextmanager
@@ -124,7 +124,6 @@ def slow(server: Server) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.costly
 def test_a_slow_server_keeps_its_streams() -> None:
     """It is heard within `silence_seconds`, so it is not lost, and no stream is sent again."""
     with (
@@ -146,7 +145,7 @@ def test_a_slow_server_keeps_its_streams() -> None:
         assert 'finish_reason="length"' in page, "it had some of the streams"
 
 
-@pytest.mark.costly
+@pytest.mark.long
 def test_a_newer_version_replaces_servers_while_streams_run() -> None:
     """One server after another ends by SIGTERM and begins with another fingerprint."""
     # It decides other answers' bytes than those of this test.
@@ -177,9 +176,9 @@ def test_a_newer_version_replaces_servers_while_streams_run() -> None:
                     each.start(*newer)
                     num_ready = 2 if number < 3 else 3
                     refused = 1 if number < 3 else 0
-                    until(lambda num=num_ready: metric(url, 'servers{state="ready"}') == num)
+                    wait_until(lambda num=num_ready: metric(url, 'servers{state="ready"}') == num)
                     name = 'refused_servers{reason="fingerprint"}'
-                    until(lambda num=refused, name=name: metric(url, name) == num)
+                    wait_until(lambda num=refused, name=name: metric(url, name) == num)
             finally:
                 is_over.set()
             for each, wanted in zip(streams, expected, strict=True):

@@ -15,7 +15,8 @@ from ropewalk.server.router.fleet.facts import Facts, difference, facts_of, why_
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup import fingerprint
 from ropewalk.server.startup.load_service import load_service
-from tests.server.router.test_route import FLAGS, KEY, metric, routed, until
+from tests.doubles.waiting import wait_until
+from tests.server.router.test_route import FLAGS, KEY, ROUTER, metric
 from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas
@@ -42,9 +43,11 @@ def listing(server: Server, *, with_key: bool = True) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.costly
 def test_other_weights_and_number_types_are_refused(tmp_path: Path) -> None:
-    """Their names and listings are the same. A copy of the model elsewhere is the same model."""
+    """Their names and listings are the same. A copy of the model elsewhere is the same model.
+
+    The log has a line for each, with the beginnings of both fingerprints.
+    """
     changed = copied(tmp_path / "changed", with_other_weight=True)
     same = copied(tmp_path / "same", with_other_weight=False)
     with (
@@ -66,29 +69,20 @@ def test_other_weights_and_number_types_are_refused(tmp_path: Path) -> None:
         assert listing(first, with_key=False)["fingerprint"] == prints[0]
         by_name = httpx.get(f"{first.url}/v1/models/ropewalk-demo").json()
         assert by_name["fingerprint"] == prints[0]
-        with routed(*(each.url for each in servers), num_ready=2) as url:
-            until(lambda: metric(url, 'refused_servers{reason="fingerprint"}') == 2)
+        urls = [each.url for each in servers]
+        with running_server(*urls, *ROUTER, subcommand="route") as router:
+            wait_until(lambda: metric(router.url, 'servers{state="ready"}') == 2)
+            wait_until(lambda: metric(router.url, 'refused_servers{reason="fingerprint"}') == 2)
             asked = {"prompt": "import", "max_tokens": 1}
             for _ in range(6):
-                assert httpx.post(f"{url}/v1/completions", json=asked).status_code == 200
+                assert httpx.post(f"{router.url}/v1/completions", json=asked).status_code == 200
+            lines = [each for each in router.log if "server_refused" in each]
+            assert all("weights, number types, settings or version" in each for each in lines)
+            for other in prints[2:]:
+                assert any(prints[0][:8] in each and other[:8] in each for each in lines)
             for refused in (other_weights, other_type):
                 page = httpx.get(f"{refused.url}/metrics").text
                 assert "ropewalk_prompt_tokens_total 0.0" in page
-
-
-def test_the_log_tells_why_a_server_is_refused() -> None:
-    """One line, with the beginnings of both fingerprints."""
-    with running_server(*FLAGS) as first, running_server(*FLAGS, "--page-size", "32") as second:
-        router = running_server(
-            first.url, second.url, "--router-key", KEY, "--check-seconds", "0.1", subcommand="route"
-        )
-        with router as running:
-            until(lambda: any("server_refused" in line for line in running.log))
-            until(lambda: metric(running.url, 'refused_servers{reason="fingerprint"}') == 1)
-            prints = [listing(each)["fingerprint"][:8] for each in (first, second)]
-            (line,) = [each for each in running.log if "server_refused" in each]
-            assert all(each in line for each in prints)
-            assert "weights, number types, settings or version" in line
 
 
 @pytest.mark.parametrize("has_key", [True, False])

@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.doubles.waiting import wait_until
 from tests.server.router.other_server import OtherServer, other_server
 from tests.servers.processes import Server, running_server, without_replicas
 
@@ -41,7 +41,7 @@ def servers() -> Iterator[list[Server]]:
 def routed(*urls: str, flags: tuple[str, ...] = ROUTER, num_ready: int) -> Iterator[str]:
     """The URL of a router that has found so many servers ready."""
     with running_server(*urls, *flags, subcommand="route") as router:
-        until(lambda: metric(router.url, 'servers{state="ready"}') == num_ready)
+        wait_until(lambda: metric(router.url, 'servers{state="ready"}') == num_ready)
         yield router.url
 
 
@@ -55,13 +55,6 @@ def router(servers: list[Server]) -> Iterator[str]:
 def hasty_router(servers: list[Server]) -> Iterator[str]:
     with routed(*(each.url for each in servers), flags=HASTY, num_ready=2) as url:
         yield url
-
-
-def until(holds: Callable[[], bool], limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def metric(url: str, name: str) -> float:
@@ -125,7 +118,6 @@ def alone(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[list[
         return list(pool.map(stream, asked))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("path", PATHS)
 def test_answers_are_those_of_a_server(path: str, router: str, servers: list[Server]) -> None:
     """Streams and whole answers, but for ids and times."""
@@ -199,7 +191,6 @@ def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
     assert len({each["text"] for each in answers[0]["choices"]}) == 3
 
 
-@pytest.mark.costly
 def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[Server]) -> None:
     """One server is stopped in mid-answer (SIGSTOP); both APIs of each kind lose nothing."""
     asked = [(path, body_for(path, 5, FAR)) for path in PATHS]
@@ -217,10 +208,9 @@ def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[
     for each, wanted in zip(readers, expected, strict=True):
         assert events(each.data) == wanted
     assert metric(hasty_router, 'continued_total{outcome="ok"}') > before
-    until(lambda: metric(hasty_router, 'servers{state="ready"}') == 2)
+    wait_until(lambda: metric(hasty_router, 'servers{state="ready"}') == 2)
 
 
-@pytest.mark.costly
 def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:
     """Both are stopped for longer than the silence that is allowed."""
     asked = [(path, body_for(path, 7, FAR)) for path in PATHS]
@@ -231,7 +221,7 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
     for server in servers:
         os.kill(server.pid, signal.SIGSTOP)
     try:
-        until(lambda: metric(hasty_router, 'servers{state="ready"}') == 0)
+        wait_until(lambda: metric(hasty_router, 'servers{state="ready"}') == 0)
         assert httpx.get(f"{hasty_router}/ready").status_code == 503
         assert httpx.get(f"{hasty_router}/live").status_code == 200
     finally:
@@ -242,7 +232,6 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
         assert events(each.data) == wanted
 
 
-@pytest.mark.costly
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
     with running_server(*FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
@@ -291,7 +280,6 @@ def beside(server: Server, *flags: str) -> Iterator[tuple[str, OtherServer]]:
             yield url, other
 
 
-@pytest.mark.costly
 def test_other_bytes_end_a_stream_with_an_error(servers: list[Server]) -> None:
     """A client gets the other server's text and an error, and no text of the second server."""
     first = b'data: {"text": "a text that no model gives"}\n\n'
@@ -309,7 +297,7 @@ def test_other_bytes_end_a_stream_with_an_error(servers: list[Server]) -> None:
             rest = got[len(b": open\n\n" + first) :]
             assert code in rest
             assert rest.count(b"data: ") == (2 if path == "/v1/completions" else 1)
-            until(lambda: metric(url, 'servers{state="ready"}') == 2)
+            wait_until(lambda: metric(url, 'servers{state="ready"}') == 2)
 
 
 def test_without_a_key_of_the_router_a_lost_stream_ends_with_an_error() -> None:
@@ -324,7 +312,6 @@ def test_without_a_key_of_the_router_a_lost_stream_ends_with_an_error() -> None:
     assert got.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.costly
 def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
     """Its server is lost, and answers 429 from then on."""
     first = b'data: {"text": "a"}\n\n'
@@ -337,7 +324,6 @@ def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
     assert other.num_asked > 1
 
 
-@pytest.mark.costly
 def test_a_server_that_is_full_stays_chosen() -> None:
     """It is well, so its pages and its load are still known."""
     with other_server() as other:
@@ -349,7 +335,6 @@ def test_a_server_that_is_full_stays_chosen() -> None:
                 assert metric(url, 'servers{state="ready"}') == 1
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_passed_by(status: int, servers: list[Server]) -> None:
     """A request goes on to the other one; without another one the client gets the refusal."""
@@ -375,7 +360,6 @@ def test_a_mistake_is_not_sent_again(servers: list[Server]) -> None:
         assert len(refused) == other.num_asked > 0
 
 
-@pytest.mark.costly
 def test_a_server_of_another_model_takes_no_requests(servers: list[Server]) -> None:
     """The larger number of equal servers decides, and a server that is alone decides for itself."""
     with other_server() as other:

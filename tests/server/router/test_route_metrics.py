@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.doubles.waiting import wait_until
 from tests.server.router.other_server import other_server
 from tests.server.router.restarted import restarted
-from tests.server.router.test_route import FLAGS, ROUTER, Reader, metric, routed, until
+from tests.server.router.test_route import FLAGS, ROUTER, Reader, metric, routed
 from tests.servers.processes import running_server, without_replicas
 
 pytestmark = without_replicas
@@ -43,7 +44,7 @@ def test_the_metrics_of_each_server_are_read_through_the_router() -> None:
         routed(one.url, other.url, flags=_TURNS, num_ready=2) as url,
     ):
         ask(url, 4)
-        until(lambda: httpx.get(f"{url}/stats").json()["generated_tokens"] == 12)
+        wait_until(lambda: httpx.get(f"{url}/stats").json()["generated_tokens"] == 12)
         pages = dict(targets(url))
         assert set(pages) == {each.url.removeprefix("http://") for each in (one, other)}
         for page in pages.values():
@@ -52,7 +53,7 @@ def test_the_metrics_of_each_server_are_read_through_the_router() -> None:
         assert 'ropewalk_router_requests_total{status="200"}' in own
         assert "ropewalk_generated_tokens_total" not in own
         other.end()
-        until(lambda: metric(url, 'servers{state="ready"}') == 1)
+        wait_until(lambda: metric(url, 'servers{state="ready"}') == 1)
         assert [name for name, page in targets(url) if page] == [one.url.removeprefix("http://")]
         assert httpx.get(f"{url}/metrics?server=http://127.0.0.1:1").status_code == 404
 
@@ -71,7 +72,6 @@ def test_metrics_of_servers_need_the_keys_that_the_servers_ask_for() -> None:
                 assert httpx.get(f"{url}{path}", headers=headers).status_code == 401
 
 
-@pytest.mark.costly
 def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -> None:
     """The client has what came before. A request without an answer gets 503."""
     first = b'data: {"text": "a"}\n\n'
@@ -79,7 +79,7 @@ def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -
     with other_server() as other:
         other.parts, other.is_held = [first] * 6, True
         with running_server(other.url, *flags, subcommand="route") as router:
-            until(lambda: metric(router.url, 'servers{state="ready"}') == 1)
+            wait_until(lambda: metric(router.url, 'servers{state="ready"}') == 1)
             paths = ("/v1/completions", "/v1/messages", "/v1/responses")
             try:
                 readers = [Reader(router.url, each, {"stream": True}) for each in paths]
@@ -89,7 +89,7 @@ def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -
                 with ThreadPoolExecutor(1) as pool:
                     url = f"{router.url}/v1/completions"
                     whole = pool.submit(httpx.post, url, json={}, timeout=60)
-                    until(lambda: other.num_asked == 4)
+                    wait_until(lambda: other.num_asked == 4)
                     os.kill(router.pid, signal.SIGTERM)
                     told = whole.result()
             finally:
@@ -106,21 +106,20 @@ def test_streams_end_with_an_error_event_when_the_time_of_a_shutdown_is_over() -
             assert b'"sequence_number": 6' in response
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("status", [200, 400])
 def test_a_shutdown_waits_for_answers_that_end_in_time(status: int) -> None:
     first = b'data: {"text": "a"}\n\n'
     with other_server() as other:
         other.parts, other.is_held, other.status = [first], True, status
         with running_server(other.url, "--check-seconds", "0.1", subcommand="route") as router:
-            until(lambda: metric(router.url, 'servers{state="ready"}') == 1)
+            wait_until(lambda: metric(router.url, 'servers{state="ready"}') == 1)
             with ThreadPoolExecutor(1) as pool:
                 try:
                     url = f"{router.url}/v1/completions"
                     answer = pool.submit(httpx.post, url, json={"stream": True}, timeout=60)
-                    until(lambda: other.num_asked == 1)
+                    wait_until(lambda: other.num_asked == 1)
                     os.kill(router.pid, signal.SIGTERM)
-                    until(lambda: httpx.post(url, json={}).status_code == 503)
+                    wait_until(lambda: httpx.post(url, json={}).status_code == 503)
                     assert not answer.done()
                 finally:
                     other.is_held = False
