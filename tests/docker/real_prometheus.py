@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.doubles.waiting import wait_until
 from tests.servers.processes import end
 from tests.servers.programs import free_port, program
 
 DOCKER = Path(__file__).resolve().parent.parent.parent / "docker"
-_READY_S, _STOP_S = 30, 20
+_STOP_S = 20
 
 
 def tool(name: str) -> str:
@@ -48,14 +49,6 @@ class Prometheus:
             (each["metric"], [float(value) for _, value in each["values"]])
             for each in found["result"]
         ]
-
-
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _READY_S) -> None:
-    """Poll a condition until it holds; fails with `what` after the limit."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {limit_s} s still not {what}"
-        time.sleep(0.2)
 
 
 def _configuration(target: str, folder: Path) -> Path:

@@ -137,7 +137,6 @@ def test_the_shipped_secret_starts_no_server(tmp_path: Path) -> None:
         key_table_of(load_settings({"config": str(unpacked(tmp_path, ""))}))
 
 
-@pytest.mark.costly
 def test_probes_are_answered_with_the_settings_of_the_manifest(tmp_path: Path) -> None:
     """A server runs with the ConfigMap and a key; probes present none."""
     with running_server("--config", str(unpacked(tmp_path, "secret"))) as running:

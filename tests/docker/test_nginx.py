@@ -17,11 +17,10 @@ import pytest
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.gate import body_limits_of
 from tests.docker.real_nginx import Nginx, binary, running_nginx
-from tests.docker.real_prometheus import DOCKER, wait_until
+from tests.docker.real_prometheus import DOCKER
+from tests.doubles.waiting import wait_until
 from tests.servers.processes import Server, running_server
 from tests.servers.programs import free_port
-
-pytestmark = pytest.mark.costly(by="file")
 
 LIMIT_S = 60
 

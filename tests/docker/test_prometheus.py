@@ -16,10 +16,11 @@ import yaml
 
 from tests.docker.dashboard import QUERIES, Query
 from tests.docker.load import MODELS, Measured, send_load
-from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool, wait_until
+from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool
+from tests.doubles.waiting import wait_until
 from tests.servers.processes import Server, running_server
 
-pytestmark = [pytest.mark.alone, pytest.mark.costly(by="file")]
+pytestmark = pytest.mark.alone
 
 ALERTS = {
     rule["alert"]: rule["expr"]

@@ -43,7 +43,6 @@ def settings_of(command: list[str]) -> RouteSettings:
     return load_route_settings({**flags, "servers": (address,)})
 
 
-@pytest.mark.costly
 @without_replicas
 def test_the_commands_of_the_compose_file_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three servers and a router, with the variables of the file and none of its flags changed."""

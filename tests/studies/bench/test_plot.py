@@ -66,7 +66,6 @@ def visible(axis: Axis) -> list[str]:
     ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("lens", "first_s", "growth"), [((300,), 0.031, 1.8), ((64, 300), 0.052, 1.0), (SIX, 0.4, 3.0)]
 )

@@ -84,7 +84,6 @@ def test_a_taken_port_fails(taken_port: int) -> None:
     assert "ok    config check\n" in ended.stdout
 
 
-@pytest.mark.costly
 def test_a_model_that_cannot_be_read_fails(tmp_path: Path) -> None:
     """The sentence is that of `serve`."""
     ended = run_here("doctor", str(tmp_path), *HERE)

@@ -63,7 +63,6 @@ def test_a_model_that_works_is_loaded_checked_and_asked() -> None:
     assert ended.stdout in run_here("doctor", *flags).stdout
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("spoil", [without_a_weight, with_nan, with_huge])
 def test_weights_that_cannot_be_served_fail_as_in_serve(
     tmp_path: Path, spoil: Callable[[Tensors], None]

@@ -31,8 +31,6 @@ from ropewalk.studies.evaluation.texts import (
     read_documents,
 )
 
-pytestmark = pytest.mark.costly(by="file")
-
 LENS = (128, 256, 512, 1024)
 ARGUMENTS = (
     "--prefixes", "--methods", "none,yarn", "--rope-policies", "fixed,by_position,grow",

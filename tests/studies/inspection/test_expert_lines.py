@@ -25,7 +25,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return expert_file(path, ("Q8_0", "Q8_0", "Q8_0"), case="qwen3moe", width=64)
 
 
-@pytest.mark.costly
 def test_every_place_says_the_same(file: Path) -> None:
     """Two of eight experts are read, at 34 bytes for 32 numbers; all else is float32."""
     report = run_here("inspect", str(file), "--json")

@@ -58,7 +58,6 @@ def test_means_and_covariances_are_those_of_the_projections(architecture: str) -
         assert torch.equal(shared[2], layer.key.mean_HD[1])
 
 
-@pytest.mark.costly
 def test_a_bias_shifts_the_mean_and_not_the_covariance() -> None:
     """The inputs of Qwen2's first layer do not depend on the bias."""
     plain, shifted = tiny_model("qwen2"), tiny_model("qwen2")
@@ -76,7 +75,6 @@ def test_only_the_layers_asked_for_are_kept(llama_checkpoint: Checkpoint) -> Non
     assert list(head_statistics(llama_checkpoint, SEQUENCES, [2])) == [2]
 
 
-@pytest.mark.costly
 def test_a_layer_keeps_its_own_type_and_window() -> None:
     """Gemma 3 has two tables; Cohere 2 has layers without rotation."""
     gemma = head_statistics(tiny_checkpoint("gemma3_text"), SEQUENCES, range(4))

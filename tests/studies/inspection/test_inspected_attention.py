@@ -112,7 +112,6 @@ def saved(architecture: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.costly
 def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
     """Gemma 3's sliding layers are not scaled, and attend up to their window."""
     model = saved("gemma3_text", tmp_path)
@@ -138,7 +137,6 @@ def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
     assert rows[0][-1] == "-"
 
 
-@pytest.mark.costly
 def test_layers_without_rotation_expect_the_same_at_every_distance(tmp_path: Path) -> None:
     """Cohere 2's fourth layer has no rotation, and the plot can draw it."""
     picture = tmp_path / "out.svg"

@@ -65,7 +65,6 @@ def test_a_refused_format_is_a_sentence_with_code_2(tmp_path: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.costly
 def test_config_check_says_how_weights_are_stored(tmp_path: Path) -> None:
     """The banner has the same line."""
     folder = tmp_path / "model"

@@ -162,7 +162,6 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         assert line in ended.stdout
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -61,7 +61,6 @@ def test_a_key_that_is_not_read_has_no_bound(tmp_path: Path) -> None:
     assert plot.stat().st_size > 1000
 
 
-@pytest.mark.costly
 def test_scores_of_heads_are_those_at_the_seen_distances(tmp_path: Path) -> None:
     """Behind the window of 64 every score is the trained table's at 64; sinks leave keys out."""
     pytest.importorskip("matplotlib")
