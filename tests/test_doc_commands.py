@@ -45,7 +45,7 @@ def test_commands_of_the_readme_print_the_promised_output(
     needle, metrics = (run(each, tmp_path).stdout for each in scripts)
     expected = httpx.get(f"{server.url}/playground/needle").json()["expected"]
     found = json.loads(needle)
-    assert found["choices"][0]["text"] == expected
+    assert found["choices"][0]["text"].startswith(expected)
     assert found["choices"][0]["rope"]["rope_type"] == "yarn"
     assert found["choices"][0]["rope"]["factor"] == 8
     assert found["usage"]["prompt_tokens"] > 7 * 256
