@@ -15,6 +15,7 @@ from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.quantise import quantise_model
+from ropewalk.model_runtime.page_groups import ONE_GROUP
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.text.grammar import Grammar, GrammarCompiler
 from ropewalk.rope import POLICIES
@@ -176,7 +177,7 @@ def test_no_way_of_serving_changes_an_answer_or_a_page(
         pages |= _pages(engine)
     tell(adversary, 3, case.share_right, list(zip(asked, expected, strict=True)))
     adversary.share_silent = 0.2
-    groups = groups_of(checkpoint) if case.model in WINDOWED else None
+    groups = groups_of(checkpoint) if case.model in WINDOWED else ONE_GROUP
     counted = Company()
     engine = engines.over(
         checkpoint,
@@ -193,12 +194,12 @@ def test_no_way_of_serving_changes_an_answer_or_a_page(
     assert answer(engine, *asked) == expected
     assert answer(engine, *reversed(asked)) == expected[::-1]
     found = _pages(engine)  # stops the engine: a step is counted after its last output
-    if groups is None:
+    if not groups.has_windows:
         assert found.keys() & pages.keys()
         assert {key: each for key, each in found.items() if pages.get(key, each) != each} == {}
     assert counted.num_cached > 0
     assert sum(each.num_rescales for each in expected) > 0 or case.positions != "yarn"
-    if case.is_tight and groups is None:  # layers with windows give pages back
+    if case.is_tight and not groups.has_windows:  # layers with windows give pages back
         assert counted.num_preempted > 0
     assert counted.num_accepted > 0 or 0 in (case.most_drafted, case.share_right)
 
@@ -221,7 +222,7 @@ def test_prefix_hits_are_made_and_change_nothing(
     prompt = [(at * 7) % VOCAB_SIZE for at in range(200)]
     asked = [request(deployment, prompt[:num], max_tokens=9, logprobs=2) for num in (200, 70, 170)]
     config = {"kv_cache_dtype": cache, "page_size": 32}
-    groups = groups_of(checkpoint) if model in WINDOWED else None
+    groups = groups_of(checkpoint) if model in WINDOWED else ONE_GROUP
     expected = engines.alone(checkpoint, asked, **config)
     engine = engines.over(
         checkpoint, page_groups=groups, max_num_batched_tokens=40, max_num_seqs=1, **config
