@@ -48,13 +48,16 @@ def held_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_a_rank_holds_its_share_and_the_embedding(ranks: Ranks) -> None:
-    """Its weights are at most 1/N of the divided ones, the embedding and 2 %."""
+    """Its weights are at most 1/N of the divided ones, the embedding and 4 %.
+
+    A rank's keys and values have 32 outputs here, in panels of 64.
+    """
     alone = whole("llama", is_wide=True)
     shared = divided(ranks, "llama", is_wide=True)
     embedding = alone.model.get_input_embeddings().weight.nbytes
     total, held = held_bytes(alone.model), held_bytes(shared.model)
-    assert held <= 1.02 * ((total - embedding) / ranks.size + embedding)
-    assert held == pytest.approx(4 * ranks.plan.num_rank_parameters, rel=0.01)
+    assert held <= 1.04 * ((total - embedding) / ranks.size + embedding)
+    assert held == pytest.approx(4 * ranks.plan.num_rank_parameters, rel=0.04)
     assert not any(isinstance(each, MappedLinear) for each in shared.model.modules())
 
 
