@@ -57,7 +57,7 @@ class CacheLayout:
 
     @property
     def quantises(self) -> bool:
-        """Return whether full pages are held in few bits (docs/kv-cache.md)."""
+        """Return whether full pages are held in few bits (docs/design/kv-cache.md)."""
         return quantises(self.format)
 
     @property

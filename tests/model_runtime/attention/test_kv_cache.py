@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 
 
@@ -23,7 +24,8 @@ def test_pages_take_memory_when_they_are_written(dtype: torch.dtype) -> None:
     """A server starts without writing its whole cache, and pages begin as zeros."""
     before = resident_bytes()
     layer: Any = SimpleNamespace(num_key_heads=8, key_dim=64, value_dim=64)
-    cache = KVCache({0: layer}, 16_384, 16, dtype, torch.device("cpu"), row_keys=False)
+    layout = CacheLayout({0: layer}, dtype, 16)
+    cache = KVCache(layout, 16_384, torch.device("cpu"), row_keys=False)
     assert cache.num_bytes >= 512 << 20
     assert resident_bytes() - before < cache.num_bytes / 8
     for pages in cache.page_bytes():
