@@ -180,26 +180,3 @@ def test_a_process_without_standard_files_ends_with_its_code() -> None:
     code = "from ropewalk.server.process.hangups import end_process; end_process(3)"
     run = ["/bin/sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
     assert subprocess.run(run, check=False).returncode == 3
-
-
-@pytest.mark.parametrize("num_running", [0, 2])
-def test_a_second_signal_with_replicas_has_the_code_of_a_plain_server(num_running: int) -> None:
-    """It is 1 if answers are cut off, else 0."""
-    code = f"""
-import signal
-from types import SimpleNamespace
-from ropewalk.server.ray import serving
-from ropewalk.server.process import hangups
-hangups._ONE_SIGNAL_S = 0.0
-door = SimpleNamespace(num_running={num_running})
-serving._handle_signals(SimpleNamespace(door=door, handle_exit=lambda *_: print("drains")))
-signal.raise_signal(signal.SIGTERM)
-print("serves")
-signal.raise_signal(signal.SIGTERM)
-print("went on")
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert ended.stdout == "drains\nserves\ndrains\n"
-    assert ended.returncode == (num_running > 0)

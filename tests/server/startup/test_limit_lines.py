@@ -289,7 +289,7 @@ def test_config_check_promises_no_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_on_a_gpu_promise_no_bits_of_one_process() -> None:
     """A trial of a few rows would not find other bits there, so none is made."""
-    shape = Shape(16, (16,), (32,), (False,))
+    shape = Shape(num_inputs=16, share=16, num_outputs=32, num_beside=0, has_bias=False)
     where = Where(0, 2, torch.float32, torch.device("cuda"), 1)
     assert not keeps_bits(shape, where)
 
