@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _VECTOR = 64  # elements; a multiple of every SIMD width in use
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ACTIVATION_ROUNDING = 1e-5  # relative to the norm of a row
+_NARROW = 512  # outputs; wider ones are of functions that replace_activations finds
 _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
 
 
@@ -55,9 +56,13 @@ class PackedLinear(nn.Module):
         A product of several linears is computed whole, because a program calls it, not this.
         """
         out = self.product(x)
-        if out.shape[-1] == self.out_features:
-            return out
-        return out.narrow(-1, self._first, self.out_features)
+        if out.shape[-1] != self.out_features:
+            return out.narrow(-1, self._first, self.out_features)
+        if self.out_features % _VECTOR and self.out_features < _NARROW:
+            # torch computes contiguous rows, such as those of gates of heads, as one. The end of a
+            # SIMD loop then lies elsewhere in another batch, and a softplus has other bits there.
+            out = nn.functional.pad(out, (0, 1))[..., :-1]
+        return out
 
 
 class RowwiseActivation(nn.Module):

@@ -273,6 +273,8 @@ class ModelRunner:
             **{STEP: context},
         )
         logits_RV: Tensor = answer.logits[0]
+        if len(logits_RV) != len(logit_rows_R):  # the class has no `logits_to_keep`
+            return logits_RV[logit_rows_R]
         return logits_RV
 
     def _pruned_context(
