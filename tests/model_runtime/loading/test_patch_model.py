@@ -28,7 +28,9 @@ def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
     return plans, check(PagedPrompts(model, plans, native, original))
 
 
-TRIED = (*sampled(SERVED, fixed=["llama"]), *sampled(REFUSED))
+# Each of them had an outcome of its own: rows of narrow gates, a class without `logits_to_keep`.
+FIXED = ["llama", "laguna", "minicpmv4_6"]
+TRIED = (*sampled(SERVED, fixed=FIXED), *sampled(REFUSED))
 
 
 @pytest.fixture(scope="module")
