@@ -31,13 +31,14 @@ backends.has_gpu_kernels = lambda device: True
 
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.memory import memory_profile
-from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading import checkpoint as loading
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.request import Request, SamplingParams
 
-checkpoint = load_checkpoint(EMBEDDED_MODEL, device="cpu", dtype="float32")
+loading.has_gpu_kernels = lambda device: True
+checkpoint = loading.load_checkpoint(EMBEDDED_MODEL, device="cpu", dtype="float32")
 assert backends.described(checkpoint.device) == "Triton"
 config = EngineConfig(kv_cache_tokens=256, max_model_len=128, enforce_eager=True)
 engine = build_engine(checkpoint, config)
