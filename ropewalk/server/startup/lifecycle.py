@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the port answers before these are imported
     from ropewalk.server.settings.route_settings import RouteSettings
     from ropewalk.server.startup.reload import Reloader
 
-# All headers together. nginx passes on 32 KiB by default, so nobody needs more.
+# All headers together. It is twice what nginx passes on by default.
 _HEAD_BYTES = 65_536
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
