@@ -31,6 +31,7 @@ _VECTOR = 64  # elements; a multiple of every SIMD width in use
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ACTIVATION_ROUNDING = 1e-5  # relative to the norm of a row
 _NARROW = 512  # outputs; wider ones are of functions that replace_activations finds
+_GAP = 16  # values between narrow rows; even, since pairs may be read as complex numbers
 _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
 
 
@@ -61,7 +62,7 @@ class PackedLinear(nn.Module):
         if self.out_features % _VECTOR and self.out_features < _NARROW:
             # torch computes contiguous rows, such as those of gates of heads, as one. The end of a
             # SIMD loop then lies elsewhere in another batch, and a softplus has other bits there.
-            out = nn.functional.pad(out, (0, 1))[..., :-1]
+            out = nn.functional.pad(out, (0, _GAP))[..., :-_GAP]
         return out
 
 

@@ -118,6 +118,37 @@ def test_the_majority_decides_what_is_served() -> None:
     run(test)
 
 
+def test_a_new_majority_is_logged_for_each_server_that_it_refuses() -> None:
+    """The line names what the server differs from now, not from the version before."""
+
+    async def test() -> None:
+        with (
+            other_server() as other,
+            other_server() as first,
+            other_server() as second,
+            structlog.testing.capture_logs() as lines,
+        ):
+            for server, served in ((other, "x" * 8), (first, "y" * 8), (second, "z" * 8)):
+                server.models = {"object": "list", "data": [{"id": "a", "fingerprint": served}]}
+            async with watched(first.url, router_key=KEY) as fleet:
+                await until(lambda: bool(fleet.usable))
+                targets = [
+                    Target("127.0.0.1", each.port, f"127.0.0.1:{each.port}")
+                    for each in (other, second)
+                ]
+                fleet.tell(targets)
+                await until(lambda: fleet.refused()["fingerprint"] == 2)
+                first.models["data"][0]["fingerprint"] = "x" * 8
+                fleet.servers[first.url].facts = None
+                await until(lambda: {*fleet.choice.replicas} == {other.url, first.url})
+        told = [each["why"] for each in lines if each["event"] == "server_refused"]
+        assert len(told) == 3
+        assert "z" * 8 in told[-1]
+        assert "x" * 8 in told[-1]
+
+    run(test)
+
+
 def test_a_doubtful_server_keeps_its_vote_until_it_is_asked() -> None:
     """Else one broken connection would change over to the other version."""
 

@@ -269,6 +269,8 @@ class Fleet:
             # A tie changes nothing.
             if self.agreed not in leading:
                 self.agreed = leading[0]
+                for each in ready:
+                    each.refusal = ""  # the log names what it differs from now
         usable = []
         for each in ready:
             if each.facts is None or self.agreed is None:
