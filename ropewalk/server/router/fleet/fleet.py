@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -260,17 +260,11 @@ class Fleet:
     def _update(self) -> None:
         """Set who takes requests: the ready servers that serve what most of them serve."""
         ready = [each for each in self.servers.values() if each.is_ready and not each.is_removed]
-        voting = [each.facts for each in ready]
-        voting += [each.vote for each in self.servers.values() if not each.is_removed]
-        num_of = Counter(facts.served for facts in voting if facts is not None)
-        if num_of:
-            most = max(num_of.values())
-            leading = [served for served, num in num_of.items() if num == most]
-            # A tie changes nothing.
-            if self.agreed not in leading:
-                self.agreed = leading[0]
-                for each in ready:
-                    each.refusal = ""  # the log names what it differs from now
+        agreed = self._majority(ready)
+        if agreed != self.agreed:
+            for each in ready:
+                each.refusal = ""  # the log names what it differs from now
+        self.agreed = agreed
         usable = []
         for each in ready:
             if each.facts is None or self.agreed is None:
@@ -292,6 +286,15 @@ class Fleet:
             self._changed.set()
         for each in usable:
             self.choice.add(each.name, names[each.name], each.place)
+
+    def _majority(self, ready: Sequence[Server]) -> Served | None:
+        """Return what most servers serve; a tie changes nothing."""
+        voting = [each.facts for each in ready]
+        voting += [each.vote for each in self.servers.values() if not each.is_removed]
+        num_of = Counter(facts.served for facts in voting if facts is not None)
+        most = max(num_of.values(), default=0)
+        leading = [served for served, num in num_of.items() if num == most]
+        return self.agreed if self.agreed in leading or not leading else leading[0]
 
     def _tell_mixed(self, found: set[tuple[str, ...]]) -> None:
         """Log once if streams of some servers cannot go on at others."""
