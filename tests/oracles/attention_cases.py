@@ -52,6 +52,7 @@ class Laid:
 
     case: Case
     device: torch.device
+    spans: list[Span] = field(init=False)
     batch: Batch = field(init=False)
     read: LayerRead = field(init=False)
 
@@ -81,6 +82,7 @@ class Laid:
                 Span([0] * queries, context - queries, row, table_ids[index % 3], range(0))
             )
             at += pages
+        self.spans = spans
         self.batch = build_batch(spans, case.page_size, self.device)
         shape = _Shape(num_key_heads, dim, value_dim)
         layout = CacheLayout({0: shape}, case.dtype, case.page_size)

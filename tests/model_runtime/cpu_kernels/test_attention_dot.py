@@ -50,7 +50,6 @@ def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
     return (got_THV.double() - expected_THV).norm(dim=-1) / expected_THV.norm(dim=-1)
 
 
-@pytest.mark.sampled(drawn=6, by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_one_by_one_every_row_is_float32(
@@ -63,7 +62,6 @@ def test_one_by_one_every_row_is_float32(
     assert float(row_errors(answer(case), case.expected()).max()) < 2e-5
 
 
-@pytest.mark.sampled(drawn=4)
 @needs_pairs
 @pytest.mark.parametrize("name", CASES)
 def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
@@ -125,7 +123,6 @@ def test_nan_stays_nan_in_pairs(kind: str) -> None:
     assert torch.equal(got[end:], clean[end:])
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """The function called for each row counts no references, so a leak could go unseen."""
