@@ -133,8 +133,12 @@ TARGETS = {
             for name in ("batch", "cpu_backend", "work_list", "prompt_groups", "rope_tables")
         ),
         tuple(
-            f"{_RUNTIME}/attention/test_{name}.py"
-            for name in ("batch", "work_list", "prompt_groups", "rope_tables", "cpu_backend")
+            f"{_RUNTIME}/{name}.py"
+            for name in (
+                *("attention/test_batch", "attention/test_work_list"),
+                *("attention/test_prompt_groups", "attention/test_rope_tables"),
+                *("attention/test_cpu_backend", "cpu_kernels/test_attention_dot"),
+            )
         ),
     ),
     "quantised pages": Target(
