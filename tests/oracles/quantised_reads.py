@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from tests.oracles.quantised_reference import BITS, SMALL_GROUPS, quantised_page
 from tests.oracles.range_cases import DIM, KEY_HEADS, PlacedReads
 
 PAGE = 32
+# Values of tiny models have two groups where large ones have more.
 FORMS = {kind: replace(FORMATS[kind], group=SMALL_GROUPS.get(kind)) for kind in FORMATS}
 METHODS: dict[str, tuple[PositionMethod, oracle.Distance]] = {
     "rerope": (ReRope(40), oracle.rerope(40)),
@@ -26,6 +28,12 @@ METHODS: dict[str, tuple[PositionMethod, oracle.Distance]] = {
     "sinks": (Sinks(3, 70), oracle.sinks(3, 70)),
     "dual_chunk": (DualChunk(48, 16), oracle.dual_chunk(32, 48)),
 }
+
+
+def use_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve the formats of tiny models."""
+    for kind, form in FORMS.items():
+        monkeypatch.setitem(FORMATS, kind, form)
 
 
 class Shape:

@@ -1,13 +1,10 @@
 """Fixtures of several promises."""
 
-from dataclasses import replace
-
 import pytest
 
-from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from tests.fixed_costs import fix_step_costs
 from tests.oracles.draft_adversary import Adversary, use_adversary
-from tests.oracles.quantised_reference import SMALL_GROUPS
+from tests.oracles.quantised_reads import use_small_groups
 
 
 @pytest.fixture
@@ -25,5 +22,4 @@ def adversary(_fixed_costs: None, monkeypatch: pytest.MonkeyPatch) -> type[Adver
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of tiny models have two groups where large ones have more."""
-    for kind, group in SMALL_GROUPS.items():
-        monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
+    use_small_groups(monkeypatch)

@@ -12,9 +12,14 @@ from tests.oracles import position_oracle as oracle
 from tests.oracles.range_cases import CPU, LAYERS, METHODS, PAGE, PlacedReads, largest_error
 
 
-@pytest.mark.sampled(by="name")
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        *((name, "all") for name in METHODS),
+        *(("rerope", layer) for layer in LAYERS if layer != "all"),
+        *((name, "plain") for name in ("string", "sinks", "dual_chunk")),
+    ],
+)
 def test_both_backends_equal_the_distances_in_float64(name: str, layer: str) -> None:
     """Every method, with every feature of a layer, beside sequences without a method."""
     torch.manual_seed(0)
@@ -36,7 +41,6 @@ def test_a_temperature_of_dual_chunk_is_on_the_rotated_dimensions() -> None:
         assert largest_error(backend(laid.batch).read(laid.read()), expected) < 1e-5
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "sinks"])
 def test_bfloat16_in_pairs_stays_within_its_rounding(name: str) -> None:
     """Pairs round queries, keys and probabilities once, as the plain read does."""
@@ -46,7 +50,6 @@ def test_bfloat16_in_pairs_stays_within_its_rounding(name: str) -> None:
     assert largest_error(CpuAttention(laid.batch).read(laid.read()), expected) < 2e-2
 
 
-@pytest.mark.sampled(drawn=2, by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
 def test_queries_within_the_native_part_have_the_bits_of_the_plain_kernel(
@@ -70,7 +73,6 @@ def test_queries_within_the_native_part_have_the_bits_of_the_plain_kernel(
     assert not torch.equal(ranged[~neighbours], plain[~neighbours])
 
 
-@pytest.mark.sampled(drawn=1)
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_have_the_same_bits_alone_in_any_chunk_and_on_any_thread(name: str) -> None:
     """A row's bits depend on its own ranges."""

@@ -1,5 +1,7 @@
 """Quantised pages on a CPU: their bytes against numpy, and their reads against float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,34 +21,30 @@ from tests.oracles.quantised_reference import BITS, quantised_pages, record
 from tests.oracles.range_cases import CPU, HEADS, KEY_HEADS, LAYERS, largest_error
 
 
-@pytest.mark.sampled(fixed=0, drawn=4, by="kind")
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("layer", ["plain", "all"])
-def test_reads_equal_float64_over_quantised_and_exact_pages(
+@pytest.mark.parametrize(
+    ("kind", "name", "layer"),
+    [
+        *(("int8", "rerope", "all"), ("k8v4", "sinks", "all"), ("int4", "dual_chunk", "all")),
+        *(("int8", "self_extend", "plain"), ("k8v4", "rerope", "plain")),
+        ("int4", "string", "plain"),
+    ],
+)
+def test_kernels_and_the_reference_read_and_quantise_as_float64_says(
     kind: str, name: str, layer: str
 ) -> None:
-    """Earlier pages are read quantised and the own page exact, with and without a method."""
-    method, distance = METHODS[name]
-    share = 0.5 if layer == "all" else 1.0
-    laid = Laid(kind, method, share=share, logn_len=16 if layer == "plain" else None)
-    got = laid.run(**LAYERS[layer])
-    assert largest_error(got, laid.expected(distance, **LAYERS[layer])) < 1e-5
+    """Earlier pages are read quantised and the own page exact, with and without a method.
 
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("int8", "rerope"), ("k8v4", "sinks"), ("int4", "dual_chunk")]
-)
-def test_the_reference_reads_and_quantises_like_the_kernels(kind: str, name: str) -> None:
-    """It serves processors on which no kernel compiles. Records are equal to the bit."""
+    The reference serves processors on which no kernel compiles. Records are equal to the bit.
+    """
     method, distance = METHODS[name]
+    form: dict[str, Any] = {"share": 0.5} if layer == "all" else {"logn_len": 16}
     found = []
     for backend in (QuantisedCpuAttention, QuantisedTorchAttention):
         torch.manual_seed(3)
-        laid = Laid(kind, method, share=0.5)
+        laid = Laid(kind, method, **form)
         laid.backend = backend
-        got = laid.run(**LAYERS["all"])
-        assert largest_error(got, laid.expected(distance, **LAYERS["all"])) < 1e-5
+        got = laid.run(**LAYERS[layer])
+        assert largest_error(got, laid.expected(distance, **LAYERS[layer])) < 1e-5
         size = FORMS[kind].parameter_bytes(Shape(), PAGE)[1]
         full = [
             span.pages[: (context - 1) // PAGE]
@@ -56,7 +54,6 @@ def test_the_reference_reads_and_quantises_like_the_kernels(kind: str, name: str
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("kind", BITS)
 def test_bfloat16_pages_are_read_without_further_rounding(kind: str) -> None:
     """The tail page is bfloat16, and sums are float32."""
@@ -185,7 +182,6 @@ def test_a_bias_costs_no_more_than_half_a_step(kind: str, bias: float) -> None:
         assert (error_DO <= most * step_DO + 1e-4 * abs(bias) * 2**-7).all()
 
 
-@pytest.mark.costly
 def test_a_channel_without_a_number_stays_without_one() -> None:
     """NaN and infinity come back as NaN, so that an answer over them is found to be bad."""
     torch.manual_seed(0)

@@ -101,8 +101,7 @@ METHODS = (
 )
 
 
-@pytest.mark.costly
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.integers(0, 50_000), min_size=1, max_size=12),
     st.sampled_from(METHODS),

@@ -104,9 +104,7 @@ def test_a_failed_save_is_one_warning(logged: list[Any], monkeypatch: pytest.Mon
     assert compiled.num_kept() == 0
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("ending", ["nbi", "nbc"])
-@pytest.mark.parametrize("size", [0, 1, 40, -1])
+@pytest.mark.parametrize(("ending", "size"), [("nbi", 0), ("nbi", -1), ("nbc", 1), ("nbc", -1)])
 def test_a_damaged_file_is_compiled_again_and_renewed(
     tmp_path: Path, logged: list[Any], ending: str, size: int
 ) -> None:
@@ -173,7 +171,6 @@ def test_a_folder_that_cannot_be_made_is_named(
     assert line["folder"].startswith(str(Path(__file__).parent))
 
 
-@pytest.mark.costly
 def test_a_full_disk_does_not_end_a_process(tmp_path: Path) -> None:
     """The disk is a tmpfs of 64 KiB with one page left, which the machine code fills."""
     disk = tmp_path / "disk"
@@ -187,7 +184,6 @@ def test_a_full_disk_does_not_end_a_process(tmp_path: Path) -> None:
     assert "No space left on device" in lines[0]
 
 
-@pytest.mark.costly
 def test_a_read_only_folder_does_not_end_a_process(tmp_path: Path) -> None:
     """For root the file system is read-only, because root may write to any folder."""
     disk = tmp_path / "disk"

@@ -1,7 +1,6 @@
 """Steps over quantised pages: on a device that runs them later, and by a GPU's kernels."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from ropewalk.model_runtime.attention import work_list
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.quantised.cpu_backend import QuantisedCpuAttention
-from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -25,7 +23,8 @@ from tests.doubles.engines import groups_of, tiny_checkpoint
 from tests.doubles.random_workloads import check, serve, workload
 from tests.doubles.recorded_runners import Again
 from tests.oracles.draft_adversary import Counted, tell, use_adversary
-from tests.oracles.quantised_reference import SMALL_GROUPS, ReferenceModel
+from tests.oracles.quantised_reads import use_small_groups
+from tests.oracles.quantised_reference import ReferenceModel
 from tests.oracles.triton_attention import use_triton
 
 PAGE = 32
@@ -34,10 +33,8 @@ FEW = {"page_size": PAGE, "kv_cache_tokens": 9 * PAGE, "max_num_batched_tokens":
 
 
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of tiny models have two groups where large ones have more."""
-    for kind, group in SMALL_GROUPS.items():
-        monkeypatch.setitem(FORMATS, kind, replace(FORMATS[kind], group=group))
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_groups(monkeypatch)
 
 
 def test_tail_pages_are_right_one_step_ahead_of_the_host(
