@@ -128,7 +128,7 @@ _CACHE_COMMANDS = {
     "stats": Entry(
         "ropewalk.server.cache_command",
         "stats",
-        "Show how many pages the folder PATH of --kv-disk holds, by model and settings.",
+        "Show the number of pages in the folder PATH of --kv-disk, by model and settings.",
     ),
 }
 

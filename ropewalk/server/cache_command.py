@@ -35,7 +35,7 @@ def _opened(path: Path) -> Iterator[None]:
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def stats(path: Path) -> None:
-    """Show how many pages the folder PATH of --kv-disk holds, by model and settings.
+    """Show the number of pages in the folder PATH of --kv-disk, by model and settings.
 
     A row is the pages of one identity: weights, number type, page size and arithmetic. Pages of
     another identity than the server's are never read, and deleted when they are the oldest.

@@ -268,18 +268,19 @@ class Metrics(Observer):
         if self._num_slots:
             self._state_usage = factory.gauge(
                 "ropewalk_state_slots_usage_ratio",
-                "Share of the slots of states that sequences hold, 0 to 1.",
+                "Share of the slots of states that sequences use, 0 to 1.",
             )
         self._disk: DiskMetrics | None = None
         if config.lower_store_setting is not None:
             self._disk = _disk_metrics(factory, config)
-        factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
+        factory.gauge("ropewalk_kv_cache_tokens", "Size of the whole KV cache in tokens.").set(
             config.capacity
         )
         # Sequences of windows alone have no limit, and still no page holds more than its positions.
         num_positions = min(config.longest_context, config.num_pages * config.page_size)
         factory.gauge(
-            "ropewalk_kv_cache_positions", "Positions of the longest context that the cache holds."
+            "ropewalk_kv_cache_positions",
+            "Positions of the longest context in the KV cache.",
         ).set(num_positions)
         sizes = factory.gauge("ropewalk_kv_cache_bytes", "Bytes of the cache by part.", ["part"])
         for part, size in cache_bytes.items():

@@ -75,7 +75,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         ({"max_model_len": "4096"}, r"max_model_len: must be <= the longest tier \(2048 tokens\)"),
         (
             {"max_model_len": "2048", "kv_cache_tokens": "1000"},
-            r"max_model_len must be <= what the KV cache holds \(960 tokens\), got 2048",
+            r"max_model_len must be <= the size of the KV cache \(960 tokens\), got 2048",
         ),
         (
             {
@@ -88,7 +88,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         ),
         (
             {"kv_cache_tokens": "15"},
-            "kv_cache_tokens: must hold at least one page of 64 tokens",
+            "kv_cache_tokens: must have at least one page of 64 tokens",
         ),
     ],
 )

@@ -99,7 +99,7 @@ class Deployment:
     max_rope_factor: float
     max_len: int  # positions of the longest request on any tier; advertised as max_model_len
     overridable: bool  # whether requests may choose a policy
-    is_cache_limited: bool = False  # whether max_len is what the KV cache holds
+    is_cache_limited: bool = False  # whether max_len is the size of the KV cache
     note: str | None = None  # what an operator should know about it
 
     @property
@@ -395,7 +395,7 @@ class Deployment:
                 return f"the reach of {method.method}"
             return f"the requested factor {tiers[-1].factor:g}"
         if self.is_cache_limited:
-            return "what the KV cache holds"
+            return "the size of the KV cache"
         if self.max_len < longest(self.method_tiers) or method is not None:
             return "max_model_len"
         return "the trained length" if factor == 1 else f"the longest tier, of factor {factor:g}"
@@ -408,7 +408,7 @@ class Deployment:
         if num_covered <= self.max_len:
             allowed = fits <= self.max_rope_factor
             return (
-                f"{factor}, if it were {'asked for' if allowed else 'allowed (max_rope_factor)'}."
+                f"{factor}, if it were {'requested' if allowed else 'allowed (max_rope_factor)'}."
             )
         own_len = longest(self.method_tiers)
         size = " with a larger KV cache" if self.is_cache_limited else ""

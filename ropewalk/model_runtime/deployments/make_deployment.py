@@ -64,32 +64,32 @@ class DeploymentOptions(BaseModel):
     )
     allowed_rope_types: tuple[str, ...] | None = setting(
         None,
-        f"Methods that a request may ask for: {', '.join(ROPE_TYPES)}. The deployment's own method "
+        f"Methods that a request may name: {', '.join(ROPE_TYPES)}. The deployment's own method "
         "must be one of them. Default: all that the model supports.",
         unit="names",
     )
     allowed_positions: tuple[str, ...] | None = setting(
         None,
-        f"Position methods that a request may ask for: {', '.join(POSITION_METHODS)}. The "
+        f"Position methods that a request may name: {', '.join(POSITION_METHODS)}. The "
         "deployment's own method must be one of them. Default: the deployment's own, and native.",
         unit="names",
     )
     max_rope_factor: float | None = setting(
         None,
-        "Largest factor that a request may ask for, at most that of the longest tier. Default: the "
+        "Largest factor that a request may name, at most that of the longest tier. Default: the "
         "factor of the longest tier.",
         unit="factor",
         ge=1,
     )
     exact_rope_factors: tuple[float, ...] | None = setting(
         None,
-        "Factors that a request may ask for exactly, beside those of the tiers, for example 1.3,3.",
+        "Factors that a request may name exactly, beside those of the tiers, for example 1.3,3.",
         unit="factors",
     )
     max_model_len: int | None = setting(
         None,
-        "Longest context. Default: the longest tier, or the cache's size if that is smaller. "
-        "The server refuses to start if this is larger than the cache.",
+        "Longest context length. Default: the longest tier, or the cache's size if that is "
+        "smaller. The server refuses to start if this is larger than the cache.",
         unit="tokens",
         flags=("--context-length", "--ctx-size", "-c"),
         ge=1,

@@ -110,7 +110,7 @@ class AdmissionQueue:
         max_requests = max_running + max_queued
         if num_new > max_requests:
             raise RequestError(
-                f"The request asks for {num_new} answers (prompts x n); the server holds at most "
+                f"The request wants {num_new} answers (prompts x n); the server accepts at most "
                 f"{max_requests} at once (max_num_seqs + max_queued_requests).",
                 param="n",
                 code="too_many_answers",
@@ -172,7 +172,7 @@ def check_request(request: Request, config: EngineConfig) -> None:
         return
     if most is not None:
         num_positions = min(num_positions, most * config.page_size)
-    text = f"{num_positions} positions, the KV cache holds {config.capacity} in all"
+    text = f"{num_positions} positions, the KV cache has {config.capacity} in all"
     if config.page_groups.has_windows:
         text = (
             f"{num_positions} positions, which take {num_pages} pages of layers, the KV cache has "

@@ -72,7 +72,7 @@ def _sampling(
             usable[name] = value if limit.is_integer else float(value)
         elif value is not None:
             told = f"{file}: {key} must be {limit}, got {_shown(value)}"
-            left_out.append(f"{told}; left out, and the default of requests holds")
+            left_out.append(f"{told}; left out, and the default of requests applies")
     return usable, left_out
 
 
@@ -85,7 +85,7 @@ def _end_ids(file: str, stated: Any, num_rows: Any) -> tuple[frozenset[int], lis
         return frozenset(usable), []
     told = f"{file}: eos_token_id must have token ids from 0 to {num_rows - 1}"
     got = ", ".join(map(_shown, wrong[:_MAX_IDS]))
-    return frozenset(usable), [f"{told}, got {got}; left out, and the other end tokens hold"]
+    return frozenset(usable), [f"{told}, got {got}; left out, and the other end tokens apply"]
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ def checked_whitespace(pattern: str) -> str:
         raise ValueError(f"must be at most {_LONGEST_PATTERN} characters, got {len(pattern)}")
     if not _PARTS.fullmatch(pattern):
         raise ValueError(
-            "may hold spaces, \\t, \\n and \\r only, with [], (), |, ? and bounds such as {0,4}"
+            "may contain spaces, \\t, \\n and \\r only, with [], (), |, ? and bounds such as {0,4}"
         )
     try:
         re.compile(pattern)

@@ -133,7 +133,7 @@ class Allowance:
         self._counters.asked(Outcome.MAX_RUNNING)
         if num > most:  # it could never start
             raise RequestError(
-                f"The request asks for {num} answers (prompts x n); the API key {self.name!r} may "
+                f"The request wants {num} answers (prompts x n); the API key {self.name!r} may "
                 f"have {most} at once (max_running).",
                 param="n",
                 code="too_many_answers",

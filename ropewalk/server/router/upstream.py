@@ -157,7 +157,7 @@ class Exchange(asyncio.Protocol):
 
     def _take_body(self, data: bytes) -> None:
         if self._body is None:
-            raise FramingError("it sent what nobody asked for")
+            raise FramingError("it sent what was not requested")
         for piece in self._body.feed(data):
             self._pieces.append(piece)
             self._num_unread += len(piece)

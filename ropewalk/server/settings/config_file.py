@@ -29,7 +29,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ConfigFileError(f"config: {path} must hold settings as `name: value`")
+        raise ConfigFileError(f"config: {path} must contain settings as `name: value`")
     return found
 
 

@@ -100,8 +100,8 @@ class AccessSettings(Section):
     )
     share_prefixes: bool = setting(
         default=False,
-        text="Let requests of API keys with different names share cached prefixes. Without it, "
-        "cached_tokens tells a client about the prompts of its own name only.",
+        text="Share cached prefixes between API keys with different names. Without it, "
+        "cached_tokens counts prefixes of the client's own name only.",
         unit="switch",
     )
     open_metrics: bool = setting(
@@ -150,7 +150,7 @@ class AccessSettings(Section):
     def _not_empty(cls, value: Any) -> Any:
         """Refuse an empty text: a variable that is unset where it is used would open the server."""
         if isinstance(value, str) and not value.strip():
-            raise ValueError("must hold a key, leave it out for a server without keys")
+            raise ValueError("must contain a key, leave it out for a server without keys")
         return value
 
 
@@ -166,7 +166,7 @@ class LogSettings(Section):
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info",
         "Least level of a line: debug, info, warning or error. Lines of the access log are info. "
-        "At debug, uvicorn and transformers tell more than warnings.",
+        "At debug, uvicorn and transformers log more than warnings.",
         unit="name",
         flags=("--uvicorn-log-level",),
     )

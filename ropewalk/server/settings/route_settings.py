@@ -64,8 +64,8 @@ class FleetSettings(Section):
     )
     router_key: str | None = setting(
         None,
-        "The router_key of the servers. Without it a stream whose server is lost ends with an "
-        "error.",
+        "The router_key of the servers. Without it a stream ends with an error if its server is "
+        "lost.",
         unit="key",
         min_length=16,
         max_length=256,
@@ -84,15 +84,15 @@ class FleetSettings(Section):
     )
     wait_seconds: float = setting(
         60.0,
-        "How long a POST waits for a server, if there is none.",
+        "Longest wait of a POST for a server, if there is none.",
         unit="seconds",
         ge=0,
         le=86_400,
     )
     continue_attempts: int = setting(
         3,
-        "How often a request whose server is lost is sent again to another. Bytes that the client "
-        "has are compared and skipped. 0: such a request gets an error.",
+        "Times that a request is sent to another server if its server is lost. Bytes that the "
+        "client has are compared and skipped. 0: such a request gets an error.",
         unit="attempts",
         ge=0,
         le=100,

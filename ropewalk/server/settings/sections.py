@@ -34,7 +34,7 @@ class ModelSettings(Section):
     )
     gguf_file: str | None = setting(
         None,
-        "Name of the GGUF file in the model folder, if the folder holds several or other weights.",
+        "Name of the GGUF file in the model folder, if the folder has several or other weights.",
         unit="name",
         min_length=1,
     )
@@ -63,14 +63,14 @@ class ModelSettings(Section):
     )
     weights: Literal["stored", "int8", "dequantised"] = setting(
         "stored",
-        "How a CPU holds weights: stored keeps the bits of a GGUF file, int8 quantises any "
+        "Storage of weights on a CPU: stored keeps a GGUF file quantised, int8 quantises any "
         "checkpoint at load, dequantised makes numbers of --dtype.",
         unit="name",
     )
     activations: Literal["exact", "int8"] = setting(
         "exact",
-        "How a CPU multiplies by weights in few bits: exact keeps activations as they are, int8 "
-        "rounds them to eight bits and multiplies in integers.",
+        "Activations of products with quantised weights, on a CPU: exact keeps them as they are, "
+        "int8 rounds them to eight bits and multiplies in integers.",
         unit="name",
     )
     device: Device = setting(
@@ -105,8 +105,8 @@ class ModelSettings(Section):
         "auto", "none", "hermes", "mistral", "llama-json", "qwen3-coder", "pythonic", "generic"
     ] = setting(
         "auto",
-        "Format of the model's tool calls: a name, auto or none. auto is what the chat template "
-        "writes, or else generic, whose instructions the server adds. With none, requests with "
+        "Format of the model's tool calls: a name, auto or none. auto is the format of the chat "
+        "template, or else generic, whose instructions the server adds. With none, requests with "
         "tools get 400.",
         unit="name",
     )
@@ -148,36 +148,36 @@ class CacheSettings(Section):
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] = setting(
         "auto",
-        "Numbers of the KV cache. auto is --dtype. bfloat16 rounds keys and values of a model in "
-        "float32, on a CPU. int8, k8v4 (keys in eight bits, values in four) "
-        "and int4 hold full pages in few bits, and change answers a little.",
+        "Number type of the KV cache. auto is --dtype. bfloat16 rounds keys and values of a model "
+        "in float32, on a CPU. int8, k8v4 (keys in eight bits, values in four) and int4 quantise "
+        "full pages, and change answers a little.",
         unit="name",
     )
     kv_disk: Path | None = setting(
         None,
-        "Folder for pages of prefixes, so that prompts survive a restart. On a GPU it needs "
-        "kv_offload_gib. Several servers may share it. It tells the prompts, and must have the "
-        "mode 0700. Default: pages are in memory only.",
+        "Folder for cached prefixes, which outlive a restart. Several servers may share it. Its "
+        "files contain prompt data: anyone who reads them can reconstruct prompts, so its mode "
+        "must be 0700. On a GPU it needs kv_offload_gib. Default: prefixes are in memory only.",
         unit="path",
     )
     kv_disk_gib: float | None = setting(
         None,
-        "Size of that folder; the pages that were not used for longest are deleted.",
+        "Size of that folder. The least recently used pages are deleted.",
         unit="GiB",
         gt=0,
     )
     kv_store: StoreAddress | None = setting(
         None,
-        "Store of pages on the network, which servers share, in place of a folder: Valkey, or a "
-        "server of its protocol. valkeys:// is TLS. It tells the prompts. Needs the package "
-        "valkey.",
+        "Network store of cached prefixes, which servers share, in place of a folder: Valkey, or a "
+        "server of its protocol. valkeys:// is TLS. The store contains prompt data: anyone who "
+        "reads it can reconstruct prompts. Needs the package valkey.",
         unit="valkey://HOST:PORT",
         repr=False,  # it may have a password
     )
     kv_offload_gib: float | None = setting(
         None,
-        "Memory of a GPU's host for pages of prefixes, before the folder or the store if there is "
-        "one. Default: none.",
+        "Host memory of a GPU server for cached prefixes, before the folder or the store if there "
+        "is one. Default: none.",
         unit="GiB",
         gt=0,
     )
@@ -200,7 +200,8 @@ class CacheSettings(Section):
     )
     max_num_seqs: int | None = setting(
         None,
-        "Sequences served at the same time. Default: 32; on a GPU 256, or 128 below 40 GiB.",
+        "Sequences served at the same time (concurrency). Default: 32; on a GPU 256, or 128 below "
+        "40 GiB.",
         unit="sequences",
         flags=("--max-running-requests", "--parallel", "-np"),
         ge=1,
@@ -221,17 +222,18 @@ class CacheSettings(Section):
     )
     max_draft_tokens: int | None = setting(
         None,
-        "Most tokens of a draft that a decode step computes beside a sequence's next token. 0: no "
-        "speculation. Default: 15 on a CPU if no bit of an answer depends on drafts, else 0. On a "
-        "GPU a number turns drafts on: each token is still the one that the model chooses in its "
-        "step, but its bits may depend on the draft.",
+        "Most draft tokens of a sequence in a decode step (speculative decoding). 0: no "
+        "speculation. Default: 15 on a CPU with batch invariance, else 0. On a GPU a number turns "
+        "drafts on: each token is still the one that the model chooses in its step, but its bits "
+        "may depend on the draft.",
         unit="tokens",
         ge=0,
         le=15,
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "Most tokens of one step. Each decoding sequence takes one; prompt chunks take the rest. "
+        "Most tokens of one step. Each decoding sequence takes one; chunked prefill takes the "
+        "rest. "
         "Default: 2048; on a GPU of 70 GiB and more 8192.",
         unit="tokens",
         ge=1,
@@ -247,13 +249,13 @@ class CacheSettings(Section):
     )
     max_queued_requests: int = setting(
         256,
-        "Requests that may wait. Further requests get 429.",
+        "Length of the request queue. Further requests get 429.",
         unit="requests",
         ge=0,
     )
     max_queued_prompt_tokens: int | None = setting(
         None,
-        "Prompt tokens of all waiting requests. Further requests get 429. Default: no limit "
+        "Prompt tokens in the request queue. Further requests get 429. Default: no limit "
         "beside max_queued_requests.",
         unit="tokens",
         ge=1,
@@ -265,8 +267,8 @@ class ParallelSettings(Section):
 
     tensor_parallel_size: int = setting(
         1,
-        "Processes on this machine that hold the model together, each with a part of every layer "
-        "and of the KV cache. On GPUs each has one. The number must divide the model's heads.",
+        "Processes on this machine, each with a part of every layer and of the KV cache. On GPUs "
+        "each has a GPU. The number must divide the model's heads.",
         unit="processes",
         flags=("--tp-size", "--tp", "-tp"),
         ge=1,

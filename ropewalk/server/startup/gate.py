@@ -205,7 +205,7 @@ def _in_file(path: Path) -> list[tuple[str, str]]:
             raise SettingsError(f"api_key_file: {path}, line {number}: {error}") from error
     if not found:
         # Without a key the server would accept every client.
-        raise SettingsError(f"api_key_file: {path} holds no key")
+        raise SettingsError(f"api_key_file: {path} contains no key")
     return found
 
 

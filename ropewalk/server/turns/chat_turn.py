@@ -164,7 +164,7 @@ def _checked_variables(
             continue  # clients turn reasoning off for models that have none
         if name not in allowed:
             raise RequestError(
-                f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
+                f"`chat_template_kwargs` may contain {', '.join(sorted(allowed)) or 'nothing'}. "
                 f"Given: {name[:64]!a}",
                 param="chat_template_kwargs",
             )
@@ -214,7 +214,7 @@ def _effort_variables(
     if found and not found.keys() & set(allowed):
         raise RequestError(
             f"`reasoning_effort` sets {next(iter(found))} of this model's chat template, which "
-            "allowed_chat_template_kwargs must hold, remove the field",
+            "allowed_chat_template_kwargs must contain, remove the field",
             param="reasoning_effort",
         )
     return {name: value for name, value in found.items() if name in allowed}

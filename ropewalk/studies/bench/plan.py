@@ -149,7 +149,7 @@ def choose_context_lens(
 
 def _default_context_lens(max_model_len: int | None, output_tokens: int) -> tuple[int, ...]:
     if max_model_len is None:
-        raise BenchError("the server does not tell its max_model_len: give --context-lens")
+        raise BenchError("the server does not report its max_model_len: give --context-lens")
     top = max_model_len - output_tokens
     if top < 1:
         raise BenchError(

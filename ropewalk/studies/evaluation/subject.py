@@ -74,7 +74,7 @@ def plan_variants(plan: LengthPlan, settings: ServeSettings, checkpoint: Checkpo
     longest = serving.config.longest_context
     if longest < plan.longest:
         raise EvalError(
-            f"--context-lens must be <= {longest} tokens, which is what the KV cache "
-            f"holds (kv_cache_gib, kv_cache_tokens), got {plan.longest}"
+            f"--context-lens must be <= {longest} tokens, which is the size of the KV "
+            f"cache (kv_cache_gib, kv_cache_tokens), got {plan.longest}"
         )
     return serving

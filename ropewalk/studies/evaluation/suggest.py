@@ -57,7 +57,7 @@ def suggestion(report: LengthReport, name: str, model: str | None) -> str:
     chosen = _best(possible)
     lines = [
         f"# For contexts of {_listed(lens)} tokens: {chosen.variant.label} ({chosen.numbers()}),",
-        "# the simplest of those whose retrieval and perplexity cannot be told from the best.",
+        "# the simplest of those whose retrieval and perplexity equal the best within the spread.",
     ]
     ranked = sorted(candidates, key=lambda each: (-each.share, each.mean_nats or 0.0))
     for each in ranked:

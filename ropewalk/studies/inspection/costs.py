@@ -107,7 +107,7 @@ def too_small(costs: Costs, page_size: int) -> str | None:
         return None
     page_bytes = page_size * costs.kv_bytes_per_token
     return (
-        f"--memory-gib: must hold the weights ({size_text(costs.weight_bytes)}) and a page of the "
+        f"--memory-gib: must fit the weights ({size_text(costs.weight_bytes)}) and a page of the "
         f"cache ({page_size} tokens, {size_text(page_bytes)}), got {costs.memory_gib:g}"
     )
 
@@ -140,7 +140,7 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
             limit = "what fits"
         lines.append(
             f"in {costs.memory_gib:g} GiB".ljust(17)
-            + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
+            + f"{costs.longest_context_in_memory} tokens ({limit}); room for "
             f"{costs.memory_holds_tokens} beside the weights"
         )
     return lines
@@ -172,7 +172,7 @@ def _weight_lines(costs: Costs) -> list[str]:
     if costs.low_bits is not None:
         lines[-1] += f", in {costs.low_bits} and floats"
     if costs.file_bytes is not None:
-        then = "dequantised when loaded" if costs.low_bits is None else "kept in few bits"
+        then = "dequantised when loaded" if costs.low_bits is None else "kept quantised"
         size = size_text(costs.file_bytes)
         lines.insert(1, f"GGUF file        {size} in {costs.file_types}, {then}")
     return lines

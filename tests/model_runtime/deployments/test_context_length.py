@@ -28,7 +28,7 @@ def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:
     assert caught.value.code == "context_length_exceeded"
     assert (caught.value.details["n_prompt_tokens"], caught.value.details["n_ctx"]) == (500, 512)
     told = str(caught.value)
-    assert "maximum context length is 512 tokens (what the KV cache holds)" in told
+    assert "maximum context length is 512 tokens (the size of the KV cache)" in told
     assert told.endswith("configured with a larger KV cache. max_tokens may be at most 13.")
     deployment.choose(RopeRequest(), 500, 13)
     with pytest.raises(ContextLengthError, match=r"256 tokens \(the requested factor 1\)"):

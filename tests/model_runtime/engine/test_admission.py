@@ -58,7 +58,7 @@ def test_waiting_prompt_tokens_have_a_limit() -> None:
 
 def test_more_answers_than_ever_fit_are_refused_by_name() -> None:
     """Waiting would not help, so the code is not that of a full queue."""
-    with pytest.raises(RequestError, match="asks for 4 answers") as caught, opened().reserve(4):
+    with pytest.raises(RequestError, match="wants 4 answers") as caught, opened().reserve(4):
         pass
     assert caught.value.code == "too_many_answers"
 

@@ -217,7 +217,7 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(
     """A request that the cache could never hold is refused with the limit in the message."""
     engine = engines.over(llama_checkpoint, kv_cache_tokens=100)
     deployment = deployment_of(llama_checkpoint)
-    with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache holds 96 "):
+    with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache has 96 "):
         engine.submit(request(deployment, [1] * 97, max_tokens=1), print)
     with pytest.raises(RequestError, match="at least one token"):
         engine.submit(request(deployment, [], max_tokens=1), print)
@@ -255,7 +255,7 @@ def test_a_group_is_accepted_whole_or_not_at_all(
         return [request(deployment, [1], max_tokens=5) for _ in range(size)]
 
     assert [result.text for result in answer(engine, *group(5))] == ["hello"] * 5
-    with pytest.raises(RequestError, match=r"asks for 6 answers .* at most 5 at once"):
+    with pytest.raises(RequestError, match=r"wants 6 answers .* at most 5 at once"):
         engine.generate(group(6))
     assert script.num_calls < 20
     script.delay_s = 0.1

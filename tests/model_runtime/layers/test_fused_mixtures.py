@@ -153,5 +153,5 @@ def test_experts_of_two_kinds_have_no_one_call() -> None:
 
     assert experts_product([None]) is None
     assert experts_product([leave("few", "few"), None, leave("few", "few")]) == "few"
-    with pytest.raises(UntraceableError, match="experts of floats and of few bits"):
+    with pytest.raises(UntraceableError, match="experts of floats and quantised ones"):
         experts_product([leave("few", "few"), leave("few", "floats")])

@@ -84,7 +84,7 @@ def test_the_usable_end_tokens_of_a_list_are_used(folder: Path) -> None:
     found = read(folder)
     assert found.end_ids == {7, 9, 2047}
     assert [each.partition("got ")[2] for each in found.left_out] == [
-        "'x', 2048; left out, and the other end tokens hold"
+        "'x', 2048; left out, and the other end tokens apply"
     ]
     assert load_checkpoint(folder, device="cpu").eos_token_ids == {1, 7, 9, 2047}
 

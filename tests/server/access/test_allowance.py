@@ -53,7 +53,7 @@ def test_more_answers_than_may_run_are_refused_until_one_ends() -> None:
 def test_more_answers_than_may_ever_run_are_a_mistake() -> None:
     """To send it again later would not help, so the status is not 429."""
     made = Case(max_running=2)
-    with pytest.raises(RequestError, match=r"asks for 3 answers .* have 2 at once") as raised:
+    with pytest.raises(RequestError, match=r"wants 3 answers .* have 2 at once") as raised:
         made.allowance.enter(3)
     assert (raised.value.param, raised.value.code) == ("n", "too_many_answers")
     assert made.num_running == 0

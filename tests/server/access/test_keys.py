@@ -53,7 +53,7 @@ def test_comments_and_empty_lines_are_no_keys(tmp_path: Path) -> None:
     assert ring.find("a#1") is not None
     for comment in ("# old keys below", "# alice:gone", "gone", "#"):
         assert ring.find(comment) is None
-    with pytest.raises(SettingsError, match="holds no key"):
+    with pytest.raises(SettingsError, match="contains no key"):
         table(tmp_path, "# nothing else\n")
 
 

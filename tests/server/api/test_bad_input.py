@@ -224,7 +224,7 @@ def test_the_error_of_a_too_long_request_names_a_length_that_fits(
 def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
     """The longest tier could hold the prompt, but max_model_len is what the cache holds."""
     with running_server("--kv-cache-tokens", "512") as small:
-        assert "512 tokens (what the KV cache holds)" in small.banner
+        assert "512 tokens (the size of the KV cache)" in small.banner
         answer = httpx.post(
             f"{small.url}/v1/completions", json={"prompt": [5] * 513, "max_tokens": 1}
         )
@@ -232,7 +232,7 @@ def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert (error["n_prompt_tokens"], error["n_ctx"], error["max_tokens"]) == (513, 512, 1)
-        assert "context length is 512 tokens (what the KV cache holds)" in error["message"]
+        assert "context length is 512 tokens (the size of the KV cache)" in error["message"]
         chat_limit = "max_completion_tokens"
         chat = {"messages": [{"role": "user", "content": "a " * 200}], chat_limit: 500}
         error = httpx.post(f"{small.url}/v1/chat/completions", json=chat).json()["error"]

@@ -256,7 +256,11 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
             "response_format.type",
             "must be text, json_object or",
         ),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs",
+            "may contain shout",
+        ),
         ({"chat_template_kwargs": {"whisper": 1}}, "chat_template_kwargs", "is not read by"),
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
         (

@@ -126,7 +126,7 @@ def test_requests_of_all_kinds_at_once_answer_like_each_alone(hybrid: Server) ->
     assert found == expected
     for each in found[-2:]:
         assert json.loads(each[0]["text"])["another_name"] == "text"
-    assert "drafts           up to 15 tokens; no bit of an answer depends on them" in hybrid.banner
+    assert "passed; batch invariance to the bit" in hybrid.banner
 
 
 def test_a_prediction_saves_steps_and_changes_no_logprob(hybrid: Server) -> None:

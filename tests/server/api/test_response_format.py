@@ -162,7 +162,7 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
                 "structured_outputs": {"whitespace_pattern": ".*"},
             },
             "structured_outputs.whitespace_pattern",
-            "may hold spaces",
+            "may contain spaces",
         ),
         (
             {

@@ -152,7 +152,7 @@ def test_a_request_id_is_kept_or_given(server: Server) -> None:
         (["--ssl-keyfile", "key.pem"], "ssl_keyfile needs ssl_certfile"),
         (["--ssl-certfile", "/none.pem"], "ssl_certfile: cannot use /none.pem: No such file"),
         (["--api-key-file", "/none"], "api_key_file: cannot read /none: No such file"),
-        (["--api-key-file", "/dev/null"], "api_key_file: /dev/null holds no key"),
+        (["--api-key-file", "/dev/null"], "api_key_file: /dev/null contains no key"),
         (["--api-key", "a,,b"], "api_key: key 2 must be one or more printable"),
     ],
 )

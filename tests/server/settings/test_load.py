@@ -143,7 +143,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
             "(?s)^max_num_batched_tokens.*\nssl_keyfile.*\nrope_policy.*'a' twice\n.*'b' twice$",
         ),
         ("port: [", "is not YAML: line 1, column"),
-        ("- port", "must hold settings as `name: value`"),
+        ("- port", "must contain settings as `name: value`"),
         ("deployments: [{rope_policy: grow}]", "deployments: item 1: name: is missing .from"),
         (
             "deployments: [{name: a, port: 1}]",
@@ -358,7 +358,7 @@ def test_a_key_given_twice_in_a_variable_is_refused(
 @pytest.mark.parametrize("given", ["", " "])
 def test_an_empty_key_does_not_open_the_server(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--api-key "$KEY"` is empty if the variable is not set."""
-    with pytest.raises(SettingsError, match="api_key: must hold a key"):
+    with pytest.raises(SettingsError, match="api_key: must contain a key"):
         load_settings({"api_key": given})
     monkeypatch.setenv("ROPEWALK_API_KEY", given)
     with pytest.raises(SettingsError, match="API_KEY"):

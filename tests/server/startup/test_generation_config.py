@@ -13,11 +13,11 @@ pytestmark = without_replicas
 
 TOLD = [
     "generation_config.json: eos_token_id must have token ids from 0 to 2047, got '</s>'; left out,"
-    " and the other end tokens hold",
+    " and the other end tokens apply",
     "generation_config.json: temperature must be a number from 0 to 2, got '0.7'; left out, and the"
-    " default of requests holds",
+    " default of requests applies",
     "generation_config.json: top_p must be a number above 0 and at most 1, got -1; left out, and "
-    "the default of requests holds",
+    "the default of requests applies",
 ]
 
 

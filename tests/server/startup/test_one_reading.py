@@ -112,7 +112,7 @@ def _left_out(config: dict[str, Any]) -> dict[str, Any]:
 
 def _shared(lines: list[str]) -> Iterator[str]:
     """The lines that do not depend on a load, or on the memory that is free at the moment."""
-    ends = ("products", "drafts", "self-check", "memory", "would listen on", "not checked")
+    ends = ("kernels", "drafts", "self-check", "memory", "would listen on", "not checked")
     return (each for each in lines if not each.startswith(tuple(f"  {name} " for name in ends)))
 
 

@@ -83,7 +83,7 @@ def test_a_large_share_of_tail_pages_is_told(
 
 def test_tail_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
     """The sentence names both settings."""
-    message = r"kv_cache_gib: must hold .* beside 90 MiB of tail pages for 32 sequences \(max_num_s"
+    message = r"kv_cache_gib: must have .* beside 90 MiB of tail pages for 32 sequences \(max_num_s"
     with pytest.raises(SettingsError, match=message):
         planned(embedded, kv_cache_gib="0.05", kv_cache_dtype="int4")
 

@@ -79,7 +79,7 @@ def test_a_size_in_tokens_is_for_pages_alone(embedded: Any) -> None:
 
 def test_memory_for_less_than_a_slot_and_a_page_is_refused(embedded: Any) -> None:
     """The sentence names the setting, the states and the value."""
-    with pytest.raises(SettingsError, match=r"kv_cache_gib: must hold .* 1 MiB of states, got"):
+    with pytest.raises(SettingsError, match=r"kv_cache_gib: must have .* 1 MiB of states, got"):
         planned(embedded, kv_cache_gib=str(1 / 1024))
 
 
@@ -107,7 +107,6 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     outlook = outlook_of(settings)
     lines = outlook_lines(settings, outlook)
     assert any("states" in line and "9 slots" in line for line in lines)
-    assert any("drafts           up to 15 tokens if" in line for line in lines)
     costs = costs_of(outlook.outline, outlook.plan.layout, 512, None, max_chunk=512)
     assert costs.state_bytes == outlook.plan.layout.slot_bytes > 0
     assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))

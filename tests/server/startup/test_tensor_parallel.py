@@ -73,7 +73,7 @@ def test_two_ranks_answer_as_one_and_end_together(
     """
     with process(tmp_path, *RANKS) as started:
         started.wait_for("listening on")
-        banner = started.wait_for(r"tensor parallel +2 ranks, (.*); a rank holds")[1]
+        banner = started.wait_for(r"tensor parallel +2 ranks, (.*); each has")[1]
         found, expected = answers(started.url), answers(server.url)
         if banner == "same bits as one":
             assert found == expected
@@ -135,7 +135,7 @@ def test_config_check_shows_a_rank_and_refuses_what_does_not_divide(tmp_path: Pa
     file.write_text("tensor_parallel_size: 2\nkv_cache_tokens: 4096\n")
     told = run_here("config", "check", str(file))
     assert told.returncode == 0
-    assert "tensor parallel  2 ranks, a load tells their bits; a rank holds 8.63 MiB" in told.stdout
+    assert "tensor parallel  2 ranks, bits found at load; each has 8.63 MiB" in told.stdout
     assert "KV cache         4096 tokens, 16 MiB" in told.stdout
     assert "of weights and 8 MiB of cache" in told.stdout
     file.write_text("tensor_parallel_size: 4\n")

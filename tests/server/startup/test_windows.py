@@ -81,7 +81,7 @@ def test_the_banner_says_why_windows_are_not_held(
     windows = {index: 512 if index else None for index in range(62)} if not settings else GEMMA
     plan = plan_of(windows, 4096, **settings)
     assert not plan.layout.groups.has_windows
-    line = f"    windows        not held, all layers keep all tokens: {reason}"
+    line = f"    windows        no sliding-window cache: {reason}"
     assert line in describe(plan)
 
 

@@ -237,7 +237,7 @@ def test_default_lengths_double_up_to_the_longest(
 
 def test_a_server_that_hides_its_longest_context_needs_lengths() -> None:
     """Given lengths are then accepted unchecked."""
-    with pytest.raises(BenchError, match="does not tell its max_model_len: give --context-lens"):
+    with pytest.raises(BenchError, match="does not report its max_model_len: give --context-lens"):
         choose_context_lens((), None, 16)
     assert choose_context_lens((8, 9), None, 16) == (8, 9)
 

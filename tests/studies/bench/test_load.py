@@ -209,7 +209,7 @@ def test_a_server_that_is_not_there_ends_with_code_2() -> None:
         ("<html>", "/v1/models answered what is not OpenAI's: the body: "),
         ('{"data": [{}]}', "/v1/models answered what is not OpenAI's: data.0.id: "),
         ('{"data": []}', " serves no model"),
-        ('{"data": [{"id": "a"}]}', "the server does not tell its max_model_len: give"),
+        ('{"data": [{"id": "a"}]}', "the server does not report its max_model_len: give"),
     ],
 )
 def test_a_server_of_another_kind_ends_with_code_2(models: str, message: str) -> None:

@@ -58,7 +58,7 @@ def test_a_model_that_works_is_loaded_checked_and_asked() -> None:
     ended = run_here("config", "check", *flags)
     assert ended.returncode == 0, ended.stderr
     *_, check, completion = ended.stdout.splitlines()
-    assert check == "  self-check       passed; answers are the same in any batch to the bit"
+    assert check == "  self-check       passed; batch invariance to the bit"
     assert re.fullmatch(r'  completion       Hello ".+"', completion)
     assert ended.stdout in run_here("doctor", *flags).stdout
 

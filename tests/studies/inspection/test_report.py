@@ -93,7 +93,7 @@ def test_a_memory_in_which_nothing_fits_ends_with_code_2(memory_gib: str) -> Non
     assert costs["longest_context_in_memory"] == 0
     assert (float(memory_gib) * 2**30 > costs["weight_bytes"]) == (memory_gib == "0.015")
     assert ended.returncode == 2
-    assert "ropewalk: --memory-gib: must hold the weights (" in ended.stderr
+    assert "ropewalk: --memory-gib: must fit the weights (" in ended.stderr
     assert f"and a page of the cache (64 tokens, 256 KiB), got {memory_gib}" in ended.stderr
     text = run_here("inspect", "--memory-gib", memory_gib).stdout
     assert "0 tokens: the weights leave no room for a page of the cache" in text
@@ -135,9 +135,9 @@ def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> No
     file.write_text("max_num_seqs: 32\n")
     ended = run_here("config", "check", str(file))
     assert ended.returncode == 0, ended.stderr
-    start, end = "  deployment ", "; bits: "
+    start, end = "  deployment ", "  self-check "
     banner = server.banner[server.banner.index(start) : server.banner.index(end)]
-    assert "  products  " in banner
+    assert "  kernels  " in banner
     assert banner in ended.stdout
 
 
@@ -150,7 +150,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         "deployment       demo",
         "scaling        llama3, by_position",
         "tiers          256:1x 512:2x 1024:4x",
-        "longest        960 tokens (what the KV cache holds)",
+        "longest        960 tokens (the size of the KV cache)",
         "deployment       fixed-2x",
         "tiers          512:2x",
         "longest        512 tokens\n",
@@ -169,7 +169,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja: No such file"),
         ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),
-        ("kv_cache_tokens: 3", "must hold at least one page"),
+        ("kv_cache_tokens: 3", "must have at least one page"),
         (
             "deployments: [{name: a}, {name: b, rope_tiers: [2, 4]}]",
             "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",
@@ -184,7 +184,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         ),
         (
             "kv_cache_tokens: 1000\ndeployments: [{name: a, max_model_len: 2000}]",
-            "deployments: a: max_model_len must be <= what the KV cache holds (960 tokens)",
+            "deployments: a: max_model_len must be <= the size of the KV cache (960 tokens)",
         ),
     ],
 )

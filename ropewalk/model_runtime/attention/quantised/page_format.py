@@ -59,7 +59,7 @@ class PageFormat:
         odd = next((each.value_dim for each in layers.values() if each.value_dim % 2), None)
         if self.value_bits < 8 and odd is not None:
             raise ModelError(
-                f"kv_cache_dtype {self.name} holds two dimensions of a value in a byte, and a "
+                f"kv_cache_dtype {self.name} packs two dimensions of a value into a byte, and a "
                 f"layer of this model has {odd}: use int8 or auto"
             )
 

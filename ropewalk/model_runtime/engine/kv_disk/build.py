@@ -56,7 +56,7 @@ def build_lower_store(checkpoint: Checkpoint, config: EngineConfig, store: KVCac
     if checkpoint.states:
         raise ModelError(
             f"{name} serves models whose layers all keep keys and values, and this one has "
-            "layers that keep a state, which pages of a prefix do not hold"
+            "layers that keep a state, which is not in the pages of a prefix"
         )
     refuse_sizes(config, memory.num_bytes, machine_memory())
     form = _unnamed(store, memory.num_bytes)

@@ -159,7 +159,7 @@ def _read_whole(path: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) ->
         tensors |= more
     total = metadata.get("split.tensors.count")
     if total is not None and total != len(tensors):
-        raise ModelError(f"{path}: split.tensors.count is {total}, the parts hold {len(tensors)}")
+        raise ModelError(f"{path}: split.tensors.count is {total}, the parts have {len(tensors)}")
     return GgufFile(path, MappingProxyType(metadata), MappingProxyType(tensors), (path, *others))
 
 
@@ -304,7 +304,7 @@ def _parse(header: _Header) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     tensors: dict[str, TensorInfo] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:
-            raise ModelError(f"{path} holds tensor {name} twice")
+            raise ModelError(f"{path} has tensor {name} twice")
         tensors[name] = _tensor_info(header, name, shape, kind, start + offset)
     return metadata, tensors
 

@@ -206,9 +206,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     row = vocabulary.special_ids("llama")["unknown"]
     unknown = vocabulary.tokens[row]
     if unknown not in ids:  # the library fails at the first text that needs it
-        raise ModelError(
-            f"{file.path}: {_KEY}unknown_token_id is {row}, and that row holds no token"
-        )
+        raise ModelError(f"{file.path}: {_KEY}unknown_token_id is {row}, and that row has no token")
     model = models.BPE(
         ids, merges_by_score(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )

@@ -277,6 +277,6 @@ def _only(folder: Path) -> Path | None:
     if len(models) > 1:
         names = ", ".join(path.name for path in sorted(models)[:8])
         raise ModelError(
-            f"{folder} holds {len(models)} GGUF models ({names}); choose one with gguf_file"
+            f"{folder} has {len(models)} GGUF models ({names}); choose one with gguf_file"
         )
     return _file(found[0], None)

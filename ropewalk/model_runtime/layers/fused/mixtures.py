@@ -75,7 +75,7 @@ def experts_product(operations: Iterable[Operation | None]) -> Any:
     ]
     products = {each.product for each in panels}
     if len(products) > 1:
-        raise UntraceableError("has experts of floats and of few bits")
+        raise UntraceableError("has experts of floats and quantised ones")
     return next(iter(products), None)
 
 

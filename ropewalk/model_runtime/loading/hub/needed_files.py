@@ -43,7 +43,7 @@ def needed_files(
     """
     if _holds_gguf_only(names):
         raise ModelError(
-            f"{model_id} holds GGUF files and no safetensors: download one of them, and name its "
+            f"{model_id} has GGUF files and no safetensors: download one of them, and name its "
             "path as the model"
         )
     if ADAPTER in names and "config.json" not in names:

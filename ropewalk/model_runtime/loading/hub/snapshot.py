@@ -162,8 +162,8 @@ def _cached(model_id: str, revision: str | None, wanted: Wanted) -> LocalModel:
         )
     except EntryNotFoundError as error:
         raise ModelError(
-            f"there is no folder {model_id}, and the hub's cache {constants.HF_HUB_CACHE} does not "
-            f"hold revision {revision} of such a model: unset HF_HUB_OFFLINE, or copy the cache of "
+            f"there is no folder {model_id}, and the hub's cache {constants.HF_HUB_CACHE} has no "
+            f"revision {revision} of such a model: unset HF_HUB_OFFLINE, or copy the cache of "
             "another machine"
         ) from error
     except ValueError as error:  # not a hub id

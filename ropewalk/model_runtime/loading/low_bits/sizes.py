@@ -129,7 +129,7 @@ def refuse_int8(device_type: str, *, is_divided: bool) -> None:
 
 
 NEEDS_FEW_BITS = (
-    "activations: int8 needs linears or experts with weights in few bits; set weights to int8, or "
+    "activations: int8 needs linears or experts with quantised weights; set weights to int8, or "
     "serve a GGUF file that has them"
 )
 

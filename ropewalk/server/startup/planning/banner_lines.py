@@ -1,4 +1,7 @@
-"""Write the banner of `serve`; `config check` prints the same before weights are loaded."""
+"""Write the banner of `serve`; `config check` prints the same before weights are loaded.
+
+A setting at its default has no line.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ropewalk.model_runtime.attention.quantised.page_format import ROUNDED
-from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -18,6 +21,7 @@ from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats
+from ropewalk.rope import ROPE_TYPES
 from ropewalk.server.playground.page_files import has_playground
 from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
@@ -28,7 +32,7 @@ from ropewalk.server.wording import counted
 if TYPE_CHECKING:
     from ropewalk.model_runtime.parallel.ranks import Ranks
 
-# Beside the section of limits: what fills the queue, and what a chat may set.
+# Beside the section of limits: what fills the request queue, and what a chat may set.
 _NAMES = (
     *("max_queued_requests", "max_queued_prompt_tokens"),
     *LimitSettings.model_fields,
@@ -45,7 +49,7 @@ class Outlook:
 
     plan: ServingPlan
     outline: ModelConfig
-    low_bits: Storage | None  # of weights in few bits; None: all are floats
+    low_bits: Storage | None  # of quantised weights; None: all are floats
     rank_weight_bytes: int | None  # of one process of several; None: there is one
     template: ChatTemplate
     formats: ChatFormats
@@ -82,16 +86,17 @@ def banner_lines(
         *_rank_lines(settings, outlook, ranks),
         *_torch_lines(),
         *describe(outlook.plan),
+        *_step_lines(settings, outlook.plan.config, is_on_gpu=is_on_gpu),
         *limit_lines(settings),
-        _chat_line(settings, outlook.formats),
+        *_chat_lines(settings, outlook.formats),
         *(
             f"  warning          {each}"
             for each in (outlook.template.plain_problem, *outlook.left_out)
             if each is not None
         ),
-        computing_line(products, _attention(device), has_same_bits=has_same_bits),
-        draft_line(settings.max_draft_tokens, is_on_gpu=is_on_gpu, is_exact=has_same_bits),
-        *([] if loaded is None else [self_check_line(has_same_bits=bool(has_same_bits))]),
+        f"  kernels          {products}; attention {_attention(device)}",
+        *draft_lines(settings.max_draft_tokens, is_exact=has_same_bits),
+        self_check_line(is_loaded=loaded is not None, has_same_bits=has_same_bits),
     ]
 
 
@@ -101,7 +106,7 @@ def describe(plan: ServingPlan) -> list[str]:
     for deployment in plan.deployments:
         limited = ""
         if deployment.is_cache_limited:
-            limited = " (what the KV cache holds)"
+            limited = " (the size of the KV cache)"
         elif deployment.max_len < deployment.own_tiers[-1].ceiling:
             limited = " (max_model_len)"
         method = deployment.position_method
@@ -113,11 +118,10 @@ def describe(plan: ServingPlan) -> list[str]:
             f"    tiers          {_tiers(deployment)}",
             f"    longest        {deployment.max_len} tokens{limited}",
             *_shortened(deployment),
-            f"    requests       {_may_ask(deployment)}",
+            *_bounded(deployment),
         ]
         if deployment.note is not None:
             lines.append(f"    warning        {deployment.note}")
-    lines.append(f"  steps            {_steps(plan.config)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_parts["pages"])
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
@@ -138,7 +142,7 @@ def describe(plan: ServingPlan) -> list[str]:
         others = "snapshots of prefixes" + (", and drafts" * (plan.config.max_draft_tokens != 0))
         lines.append(
             f"  states           {size_text(states_bytes)} in {slots}; at most "
-            f"{plan.config.max_num_seqs} sequences run, the other slots hold {others}"
+            f"{plan.config.max_num_seqs} sequences run, the other slots are for {others}"
         )
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
@@ -159,22 +163,21 @@ def _tiers(deployment: Deployment) -> str:
 
 
 def _shortened(deployment: Deployment) -> list[str]:
-    """Return a line if the cache does not hold the contexts that the tiers are for, or none."""
+    """Return a line if the cache is smaller than the longest tier, or none."""
     longest = deployment.own_tiers[-1].ceiling
     if not deployment.is_cache_limited:
         return []
     return [
-        f"    warning        the KV cache holds contexts of {deployment.max_len} tokens, and the "
-        f"tiers are for {longest}; a larger kv_cache_gib or kv_cache_tokens holds more, and so "
-        "does a kv_cache_dtype of fewer bits"
+        f"    warning        the KV cache has {deployment.max_len} tokens, and the longest tier "
+        f"{longest}; raise kv_cache_gib or kv_cache_tokens, or quantise the cache (kv_cache_dtype)"
     ]
 
 
 def _window_lines(plan: ServingPlan) -> list[str]:
-    """Return the line about layers with a window; none if no layer has one that matters."""
+    """Return the line about sliding-window layers; none if no layer has a window that matters."""
     layout, config = plan.layout, plan.config
     if layout.why_whole is not None:
-        return [f"    windows        not held, all layers keep all tokens: {layout.why_whole}"]
+        return [f"    windows        no sliding-window cache: {layout.why_whole}"]
     if not layout.groups.has_windows:
         return []
     longest = min(config.max_model_len, config.longest_context)
@@ -218,91 +221,91 @@ def _format_lines(plan: ServingPlan) -> list[str]:
     if share > _LARGE_SHARE:
         lines.append(
             f"    tail pages     take {share:.0%} of the cache: a lower max_num_seqs than "
-            f"{num_seqs} holds more tokens in the same memory"
+            f"{num_seqs} leaves room for more tokens"
         )
     return lines
 
 
-def _may_ask(deployment: Deployment) -> str:
-    """Describe what the `rope` object of a request may name."""
+def _bounded(deployment: Deployment) -> list[str]:
+    """Return what the `rope` object of a request may name, or none if that is every table."""
     methods = ", ".join(deployment.rope_types)
     if deployment.position_methods:
         methods += f" and positions {', '.join(deployment.position_methods)}"
     if deployment.serves_default_within_native:
         methods += f", default (up to {deployment.native_len} tokens)"
     policies = "any policy" if deployment.overridable else f"policy {deployment.policy} only"
+    highest = deployment.method_tiers[-1].factor
     factors = f"factors up to {deployment.max_rope_factor:g}; "
-    return f"may name {methods}; {factors if deployment.max_rope_factor > 1 else ''}{policies}"
+    if (
+        deployment.overridable
+        and not deployment.position_methods
+        and set(ROPE_TYPES) - {"longrope"} <= set(deployment.rope_types)
+        and deployment.max_rope_factor == highest
+    ):
+        return []
+    shown = factors if deployment.max_rope_factor > 1 else ""
+    return [f"    requests       may name {methods}; {shown}{policies}"]
 
 
-def computing_line(products: str, attention: str, *, has_same_bits: bool | None) -> str:
-    """Return the line about products, attention and bits.
-
-    `has_same_bits`: whether answers have the same bits in any batch; None: a load tells.
-    """
-    bits = "same in any batch" if has_same_bits else "depend on the batch"
+def self_check_line(*, is_loaded: bool, has_same_bits: bool | None) -> str:
+    """Return the line about the self-check and batch invariance; None: a load finds it."""
+    state = "passed" if is_loaded else "not run"
     if has_same_bits is None:
-        bits = "the self-check tells"
-    return f"  products         {products}; attention: {attention}; bits: {bits}"
-
-
-def self_check_line(*, has_same_bits: bool) -> str:
-    """Return the line about the self-check, and what is promised of answers."""
+        return f"  self-check       {state}; batch invariance is found at load"
     exact = "to the bit" if has_same_bits else "within rounding"
-    return f"  self-check       passed; answers are the same in any batch {exact}"
+    return f"  self-check       {state}; batch invariance {exact}"
 
 
-def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> str:
-    """Return the banner's line about drafts.
+def draft_lines(stated: int | None, *, is_exact: bool | None) -> list[str]:
+    """Return the line about drafts; none by default.
 
-    `asked`: max_draft_tokens. `is_exact`: whether no bit depends on a draft; None: a load tells.
+    `stated`: max_draft_tokens. `is_exact`: whether no bit depends on a draft; None: a load finds.
     """
-    most = DEFAULT_DRAFT_TOKENS if asked is None else asked
-    is_default_off = asked is None and is_exact is False
-    if not most:
+    if stated is None:
+        return []
+    if not stated:
         text = "off (max_draft_tokens 0)"
-    elif is_default_off:
-        text = f"off, because {_why_inexact(is_on_gpu=is_on_gpu)}; max_draft_tokens turns them on"
     elif is_exact is None:
-        condition = " if the self-check finds the same bits in any batch" if asked is None else ""
-        text = f"up to {most} tokens{condition}"
+        text = f"up to {stated} tokens"
     elif is_exact:
-        text = f"up to {most} tokens; no bit of an answer depends on them"
+        text = f"up to {stated} tokens; no bit of an answer depends on them"
     else:
-        text = (
-            f"up to {most} tokens; each token is the one that the model chooses in its step, but "
-            f"{_why_inexact(is_on_gpu=is_on_gpu)}"
-        )
-    return f"  drafts           {text}"
+        text = f"up to {stated} tokens; bits may depend on the draft"
+    return [f"  drafts           {text}"]
 
 
-def _why_inexact(*, is_on_gpu: bool) -> str:
-    where = "on a GPU" if is_on_gpu else "with this model"
-    return f"{where} bits may depend on the draft"
+def _step_lines(settings: ServeSettings, config: EngineConfig, *, is_on_gpu: bool) -> list[str]:
+    """Return how large a step is, and how long one with prompts; none for a CPU's defaults."""
+    stated = settings.max_num_seqs, settings.max_num_batched_tokens, settings.step_target_seconds
+    if not is_on_gpu and stated == (None, None, None):
+        return []
+    return [step_line(config)]
 
 
-def _steps(config: EngineConfig) -> str:
-    """Return how large a step is, and how long one with prompts."""
+def step_line(config: EngineConfig) -> str:
+    """Return the line about the limits of a step."""
     target = config.step_target_s
     return (
-        f"up to {config.max_num_seqs} sequences (max_num_seqs) and "
+        f"  steps            up to {config.max_num_seqs} sequences (max_num_seqs) and "
         f"{config.max_num_batched_tokens} tokens (max_num_batched_tokens)"
         + ("" if target is None else f", {target:g} s while others decode")
     )
 
 
 def limit_lines(settings: ServeSettings) -> list[str]:
-    """Return who may ask, what is logged and served, and the limits that were changed."""
+    """Return who is answered, and what is logged, served and limited otherwise than by default."""
     changed = [
         f"{name} {_text(getattr(settings, name))}"
         for name in _NAMES
         if getattr(settings, name) != ServeSettings.model_fields[name].default
     ]
+    log, limits = settings.access_log, "; ".join(changed)
+    playground = "at /playground/" if has_playground(settings) else "not served"
     return [
         f"  access           {_access(settings)}",
-        f"  access log       {settings.access_log}",
-        f"  playground       {'at /playground/' if has_playground(settings) else 'not served'}",
-        f"  limits           {'; '.join(changed) or 'all at their defaults'}",
+        *([] if log == "requests" else [f"  access log       {log}"]),
+        *([] if settings.playground == "auto" else [f"  playground       {playground}"]),
+        *([f"  limits           {limits}"] if limits else []),
     ]
 
 
@@ -342,9 +345,9 @@ def _rank_lines(settings: ServeSettings, outlook: Outlook, ranks: "Ranks | None"
     if ranks is not None and ranks.has_same_bits:
         bits = "same bits as one"
     elif ranks is None and outlook.outline.device.type == "cpu":
-        bits = "a load tells their bits"
+        bits = "bits found at load"
     return [
-        f"  tensor parallel  {settings.tensor_parallel_size} ranks, {bits}; a rank holds "
+        f"  tensor parallel  {settings.tensor_parallel_size} ranks, {bits}; each has "
         f"{size_text(outlook.rank_weight_bytes)} of weights and "
         f"{size_text(outlook.plan.rank_cache_bytes)} of cache"
     ]
@@ -381,16 +384,17 @@ def _torch_lines() -> list[str]:
     return [] if found is None else [f"  warning          {found.text}; {found.action}"]
 
 
-def _chat_line(settings: ServeSettings, formats: ChatFormats) -> str:
-    """Return the line about tool calls and reasoning."""
+def _chat_lines(settings: ServeSettings, formats: ChatFormats) -> list[str]:
+    """Return the line about tool calls and reasoning; none if the template has neither."""
     tools = "not served"
     if formats.tools is not None:
+        if not formats.tools.in_template and formats.reasoning is None:
+            return []
         where = "of the chat template" if formats.tools.in_template else "with our instructions"
         tools = f"{formats.tools.name}, {where}"
-    reasoning = "none known"
     if formats.reasoning is not None:
-        reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
-    return f"  tool calls       {tools}; reasoning: {reasoning}"
+        tools += f"; reasoning: {formats.reasoning.open} ({settings.reasoning})"
+    return [f"  tool calls       {tools}"]
 
 
 def _name(dtype: torch.dtype) -> str:

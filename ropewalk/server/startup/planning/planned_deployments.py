@@ -59,7 +59,7 @@ def within_cache(
     """
     fitting = fitted(deployments, config)
     problems = [
-        f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
+        f"{_prefix(settings, name)}max_model_len must be <= the size of the KV cache "
         f"({config.longest_context} tokens), got {stated.max_model_len}"
         f"{_needed(deployment, config)}"
         for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)

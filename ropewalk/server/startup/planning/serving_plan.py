@@ -150,7 +150,7 @@ def _refuse_lower_store(settings: ServeSettings, facts: ModelFacts) -> None:
     if facts.layout.states:
         raise SettingsError(
             f"{name} is for models whose layers all keep keys and values; this model has layers "
-            f"that keep a state, which no page holds{given}"
+            f"that keep a state, which is in no page{given}"
         )
 
 
@@ -206,7 +206,7 @@ def _config(
         size = getattr(settings, given)
         states = parts["states"]
         raise SettingsError(
-            f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
+            f"{given}: must have at least one page of {config.page_size} tokens (page_size)"
             + (f" beside {size_text(states)} of states" if states else "")
             + _beside(config, parts)
             + ("" if size is None else f", got {size:g}")

@@ -256,9 +256,7 @@ def test_offline_serves_the_cache(
     hub.requests.clear()
     go_offline(monkeypatch, tmp_path / "cache")
     assert local_model(MODEL, WEIGHTS) == local_model(MODEL, CONFIGS) == found
-    assert "does not hold revision v2 of such a model: unset HF_HUB_OFFLINE" in refused(
-        revision="v2"
-    )
+    assert "has no revision v2 of such a model: unset HF_HUB_OFFLINE" in refused(revision="v2")
     assert "there is no folder owner/other" in refused(model="owner/other")
     assert "a hub id is" in refused(model="owner/sm all")
     assert not hub.requests

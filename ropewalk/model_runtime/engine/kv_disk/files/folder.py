@@ -46,7 +46,7 @@ def check_folder(path: Path, *, create: bool) -> None:
         raise FolderError(f"must be a folder, got {path}")
     if mode & 0o077:
         told = f"{path} has {stat.S_IMODE(mode):04o}"
-        raise FolderError(f"must have the mode 0700, because pages tell prompts, and {told}")
+        raise FolderError(f"must have the mode 0700, because pages contain prompt data, and {told}")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise FolderError(f"cannot use {path}: it is another user's")
 

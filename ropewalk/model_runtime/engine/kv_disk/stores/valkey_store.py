@@ -134,7 +134,7 @@ class ValkeyStore:
         secret = self._password or ""
         parts = {secret[at : at + _TELLING] for at in range(max(1, len(secret) - _TELLING + 1))}
         if secret and any(each in text for each in parts):
-            return f"{kind}, whose text holds a part of the password"
+            return f"{kind}, whose text contains a part of the password"
         return f"{kind}: {text}" if isinstance(error, LookupError | TypeError) else text or kind
 
 
