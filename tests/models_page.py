@@ -194,7 +194,7 @@ Three kinds of attention are refused by fields of the config, because the self-c
 
 ## Quantised checkpoints
 
-Weights of these formats are dequantised at load into the served number type, for every architecture. Only the experts of gpt-oss in `mxfp4` stay quantised on a CPU ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint asks for it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+Weights of these formats are dequantised at load into the served number type, for every architecture. Only the experts of gpt-oss in `mxfp4` stay quantised on a CPU ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint configures it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
 
 | `quant_method` | packing | read | package that would be needed |
 |---|---|---|---|

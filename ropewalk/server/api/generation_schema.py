@@ -148,7 +148,7 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64, examples=[512])
     """The prompt is its last tokens, as many as this number, and not 0 (vLLM's field). With -1, it
     is as many as leave room for `max_tokens`, or for an eighth of the native length. A text with
-    more characters than the longest context can hold gets 400 all the same."""
+    more characters than fit the longest context gets 400 all the same."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[1])
     """Number of alternatives for each token of the prompt, at most 20 (vLLM's field). The answer
     has `prompt_logprobs`, a list of null and then objects by token id, with `logprob`,

@@ -128,7 +128,7 @@ class RopeAnswer(Body):
     event of the choice. The access log and the metric
     `ropewalk_requests_beyond_trained_length_total` have it, too."""
     exact: Literal[True] | None = Field(None, exclude_if=is_none)
-    """True if the request asked for it, otherwise absent."""
+    """True if the request has it, otherwise absent."""
     positions: PositionsField | None = Field(None, exclude_if=is_none)
     """The position method (docs/reference/position-methods.md) and its parameters. Absent if every
     key is read at its own position."""
