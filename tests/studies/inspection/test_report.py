@@ -132,7 +132,7 @@ def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) 
 def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:
     """For the embedded model, the lines are those of the banner."""
     file = tmp_path / "ropewalk.yaml"
-    file.write_text("max_num_seqs: 32\n")
+    file.write_text("port: 8001\n")
     ended = run_here("config", "check", str(file))
     assert ended.returncode == 0, ended.stderr
     start, end = "  deployment ", "  self-check "
