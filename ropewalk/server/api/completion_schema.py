@@ -128,8 +128,8 @@ class Choice(Body):
     prompt_logprobs: PromptLogprobs | None = Field(
         None, exclude_if=is_none, examples=[PROMPT_LOGPROBS]
     )
-    """For each token of the prompt an object by token id, and null for the first. Absent if they
-    are not asked for."""
+    """For each token of the prompt an object by token id, and null for the first. Absent without
+    `prompt_logprobs`."""
     token_ids: list[int] | None = Field(None, exclude_if=is_none, examples=[[220, 290]])
     """The tokens of the text. Absent without `return_token_ids`."""
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none, examples=[[1, 50]])

@@ -47,7 +47,7 @@ def test_slots_and_pages_share_the_memory_of_the_cache(embedded: Any) -> None:
     assert describe(plan)[-2:] == [
         "  KV cache         48128 tokens, 47 MiB in 752 pages of 64",
         "  states           17 MiB in 17 slots of 1 MiB; at most 8 sequences run, the other slots "
-        "hold snapshots of prefixes, and drafts",
+        "are for snapshots of prefixes, and drafts",
     ]
 
 
@@ -55,7 +55,7 @@ def test_without_drafts_no_slot_is_for_them(embedded: Any) -> None:
     """The memory goes to pages."""
     plan = planned(embedded, kv_cache_gib="0.0625", max_num_seqs="8", max_draft_tokens="0")
     assert (plan.config.num_state_slots, plan.capacity) == (16, 48 * 1024)
-    assert describe(plan)[-1].endswith("the other slots hold snapshots of prefixes")
+    assert describe(plan)[-1].endswith("the other slots are for snapshots of prefixes")
 
 
 def test_few_slots_bound_the_sequences_that_run(embedded: Any) -> None:

@@ -134,8 +134,8 @@ class ChatResponse(AnswerHead):
     prompt_logprobs: PromptLogprobs | None = Field(
         None, exclude_if=is_none, examples=[PROMPT_LOGPROBS]
     )
-    """For each token of the prompt an object by token id, and null for the first. Absent if they
-    are not asked for."""
+    """For each token of the prompt an object by token id, and null for the first. Absent without
+    `prompt_logprobs`."""
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none, examples=[[1, 50]])
     """The tokens of the prompt, in the first event of a stream. Absent without
     `return_token_ids`."""
