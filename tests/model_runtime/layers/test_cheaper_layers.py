@@ -32,7 +32,6 @@ def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -
     return [runner.run([span]) for span in spans]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
 def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
     """The reference is the same model, patched with its own linears and norms."""

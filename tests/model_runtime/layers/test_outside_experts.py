@@ -31,7 +31,6 @@ def block_of(architecture: str, dtype: torch.dtype, *, has_zeros: bool) -> Any:
     return block
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.inference_mode()
 def test_rows_have_the_same_bits_alone_and_the_answers_of_float64(
