@@ -22,7 +22,6 @@ from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import checkpoint_of
 from tests.doubles.tokens import byte_tokenizer
 from tests.model_runtime.layers.test_fused_decoder import answers, forward_of
-from tests.sampling import sampled
 
 SIZES = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 96}
 
@@ -45,20 +44,18 @@ ROUTERS: dict[str, Callable[[Tensor], Any]] = {
 }
 # Routers, and the experts of a row: with one choice, zeros send all rows to the first expert.
 ROUTINGS = (("random", 3), ("zeros", 1), ("twins", 3), ("random", 8))
+# Kernels differ by the number type and by floats or few bits, programs by architecture, and ways
+# through a kernel by routing.
+FLOATS, FEW = False, True
 CASES = [
-    (architecture, dtype, *routing, is_few)
-    for is_few in (False, True)
-    for routing in ROUTINGS
-    for architecture in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
-    for dtype in (torch.float32, torch.bfloat16)
-]
-# Kernels of float32 are those of other tests, too. The others take long to compile.
-PLAIN = [case for case in CASES if case[1] == torch.float32 and not case[-1]]
-OTHERS = [
-    pytest.param(case, marks=pytest.mark.costly(by=f"{case[1]} {case[-1]}"))
-    for case in CASES
-    if case not in PLAIN
-]
+    *(("qwen3_moe", torch.float32, *each, FLOATS) for each in ROUTINGS),
+    ("mixtral", torch.float32, "zeros", 1, FLOATS), ("mixtral", torch.bfloat16, "twins", 3, FLOATS),
+    ("gpt_oss", torch.float32, "twins", 3, FLOATS), ("gpt_oss", torch.bfloat16, "zeros", 1, FLOATS),
+    ("granitemoe", torch.float32, "random", 8, FLOATS),
+    ("granitemoe", torch.bfloat16, "random", 3, FLOATS),
+    ("qwen3_moe", torch.float32, "zeros", 1, FEW), ("gpt_oss", torch.float32, "random", 3, FEW),
+    ("granitemoe", torch.bfloat16, "twins", 3, FEW), ("mixtral", torch.bfloat16, "random", 8, FEW),
+]  # fmt: skip
 
 
 def mixture(
@@ -100,7 +97,7 @@ def assert_same_bits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, fused, own))
 
 
-@pytest.mark.parametrize("case", [*sampled(PLAIN, fixed=2), *OTHERS], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_are_those_of_the_own_forward(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, torch.dtype, str, int, bool]
 ) -> None:
@@ -109,7 +106,6 @@ def test_bits_are_those_of_the_own_forward(
     assert_same_bits(mixture(*others, is_few=is_few), monkeypatch)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("case", "types"), FILES, ids=str)
 def test_experts_in_the_bits_of_a_file_are_one_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, types: tuple[str, str, str]
