@@ -75,7 +75,9 @@ def test_prompts_are_beside_tokens_that_only_the_device_has(
     record = Again()
     profile = deployment_of(checkpoint).own_tiers[0].profile
     plain = runner_of(checkpoint, None, [profile])
-    runner = runner_of(checkpoint, record if is_recorded else None, [profile], max_prompt_rows=11)
+    runner = runner_of(checkpoint, None, [profile])
+    if is_recorded:
+        capture(runner, record, max_rows=3, max_prompt_rows=11)
     rows = [SamplingRow(SamplingParams(temperature=0.0), 1, frozenset())] * 3
 
     def steps(first: Sequence[int], second: Sequence[int]) -> list[list[Span]]:
