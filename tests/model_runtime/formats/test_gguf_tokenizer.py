@@ -210,7 +210,7 @@ def test_a_sentencepiece_vocabulary_without_its_unknown_token_is_refused(tmp_pat
     metadata = sentencepiece_vocabulary({"a": 0.0})
     metadata["tokenizer.ggml.tokens"][0] = "[PAD0]"
     metadata["tokenizer.ggml.token_type"][0] = _UNUSED
-    with pytest.raises(ModelError, match=r"t\.gguf: .*unknown_token_id is 0, and that row holds"):
+    with pytest.raises(ModelError, match=r"t\.gguf: .*unknown_token_id is 0, and that row has"):
         tokenizer_of(tmp_path / "t.gguf", metadata)
 
 

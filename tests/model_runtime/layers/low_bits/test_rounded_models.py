@@ -106,7 +106,7 @@ def test_a_gguf_file_is_rounded_too(tmp_path: Path, most: Type, others: dict[str
 def test_what_cannot_round_is_refused_with_the_settings_name(tmp_path: Path) -> None:
     """Floats, several processes, and another device."""
     with pytest.raises(
-        ModelError, match=r"^activations: int8 needs linears or experts with weights in few"
+        ModelError, match=r"^activations: int8 needs linears or experts with quantised weights"
     ):
         load_checkpoint(EMBEDDED_MODEL, device="cpu", activations="int8")
     outline = read_model_config(EMBEDDED_MODEL, device="cpu")

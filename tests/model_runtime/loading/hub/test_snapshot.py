@@ -184,7 +184,7 @@ def test_a_repository_without_safetensors_is_refused_before_the_download(hub: Fa
     """The sentence names the other formats; config and tokenizer are needed as well."""
     files = hub.repos[MODEL]["main"]
     del files["model.safetensors"], files["consolidated.safetensors"]
-    assert "holds GGUF files and no safetensors: download one of them" in refused()
+    assert "has GGUF files and no safetensors: download one of them" in refused()
     for name in [name for name in files if name.endswith(".gguf")]:
         del files[name]
     assert "no weights in safetensors on the hub (only consolidated.00.pth," in refused()
