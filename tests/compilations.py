@@ -43,7 +43,7 @@ PLACED = [
     *(Profile(Unscaled(), logn_len, each) for each in METHODS for logn_len in (None, 128)),
 ]
 CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
-QUANTISED = replace(CONFIG, page_size=32, kv_cache_dtype="k8v4")
+CODED = replace(CONFIG, kv_cache_dtype="fixed8")
 
 
 def random_steps(
@@ -136,8 +136,8 @@ class Compared:
 def main() -> None:
     """Print one line for each chosen architecture: kernels compiled by the warm-up, and afterwards.
 
-    The last lines are of a Llama with position methods, and of quantised pages. `direct`: launches
-    of serving without Triton's Python.
+    The last lines are of a Llama with position methods, and over codes of eight bits. `direct`:
+    launches of serving without Triton's Python.
     """
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
@@ -157,12 +157,11 @@ def main() -> None:
     checkpoints = {name: tiny_checkpoint(name) for name in CHOSEN}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
-    backends.has_gpu_kernels = lambda _: True  # for quantised pages
+    backends.has_cpu_kernels = lambda _: False  # for codes
     cases = [(name, checkpoint, PROFILES, CONFIG) for name, checkpoint in checkpoints.items()]
     llama = checkpoints["llama"]
     cases += [
-        ("methods", llama, PLACED, CONFIG), ("quantised", llama, PROFILES, QUANTISED),
-        ("quantised, methods", llama, PLACED, QUANTISED),
+        ("methods", llama, PLACED, CONFIG), ("codes", llama, PROFILES, CODED),
     ]  # fmt: skip
     for name, checkpoint, profiles, limits in cases:
         groups, _ = group_layers(checkpoint.windows, checkpoint.plans, CONFIG.max_model_len)

@@ -10,9 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ropewalk.model_runtime.attention.batch import Span, build_batch
-from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.paged_attention import LayerPlan, LayerRead
-from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
-from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.gpu.cards.card import Card
 from ropewalk.model_runtime.gpu.launch import Kernel
 from ropewalk.rope import DualChunk, ReRope
 from tests.oracles.attention_cases import Case, Laid
+from tests.oracles.eight_bit_reads import in_codes
 
 # By compute capability, times ten. Shared memory is from the CUDA C++ guide, the rest from data
 # sheets.
@@ -66,21 +62,7 @@ CASES = {
     "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
 }  # fmt: skip
 FEW = ("as served", "wide")
-QUANTISED_SPANS = ((3001, 1), (70, 3), (300, 200))
-QUANTISED_CASES = {
-    "quantised": Case(**LLAMA, spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64),
-    "quantised, all": Case(
-        heads=(6, 2), dims=(80, 64), spans=QUANTISED_SPANS, rotary_share=0.5, dtype=torch.bfloat16,
-        window=90, softcap=30.0, has_sinks=True, page_size=96,
-    ),
-    "quantised, rerope": Case(
-        **LLAMA, spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64, positions=ReRope(40),
-    ),
-    "quantised, float32": Case(spans=QUANTISED_SPANS, page_size=64),
-    "quantised, wide": Case(
-        heads=(8, 4), dims=(256, 256), spans=QUANTISED_SPANS, dtype=torch.bfloat16, page_size=64,
-    ),
-}  # fmt: skip
+CODED = ("as served", "all", "wide", "rerope", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +120,6 @@ def _only_compiled(case: str, read: LayerRead | None = None) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             kernel = function.warmup(*args, grid=grid, **options)
             line = {"case": case, "kernel": function.__name__, **usage(kernel)}
-            if function.__name__ == "_quantise":  # whose quotients are those of a CPU
-                line["approximate"] = re.findall(r"(?:div|rcp)\.(?:full|approx)\S*", ptx_of(kernel))
             if function.__name__ == "_add":  # all warps read what one of them writes
                 code = ptx_of(kernel)
                 line["waits"] = -1 < code.find("bar.sync") < code.find("st.global")
@@ -221,40 +201,26 @@ def _compile_draws() -> None:
         draw_rows(logits_RV, cuts_RC, logits_RV, (True, True, True))
 
 
-def _compile_quantised() -> None:
-    """Writes and reads of quantised pages: a decode, a prompt within a page, and one over pages."""
-    from ropewalk.model_runtime.gpu.quantised.backend import QuantisedTritonAttention
+def _compile_codes(cases: Iterable[str]) -> None:
+    """Writes and reads of pages with codes of eight bits."""
+    from ropewalk.model_runtime.gpu.backend import TritonAttention
 
-    for (name, case), kind in product(QUANTISED_CASES.items(), FORMATS):
-        laid = Laid(case, torch.device("cpu"))
-        Kernel.__getitem__ = _only_compiled(f"{name}, {kind}", laid.read)
-        (num_heads, num_key_heads), (dim, value_dim) = case.heads, case.dims
-        plan = LayerPlan(num_key_heads, dim, value_dim, "all", dim, interleaved=False)
-        layout = CacheLayout({0: plan}, case.dtype, case.page_size, kind)
-        store = QuantisedCache(layout, 2, num_tails=3, device_backend=QuantisedTritonAttention)
-        places = laid.batch.places_S
-        spans = [
-            Span([0] * each.num_tokens, each.first_position, [0] * 99, each.table_id, range(0))
-            for each in places
-        ]
-        batch = store.with_own_pages(build_batch(spans, case.page_size, laid.device), spans)
-        num_tokens = len(batch.page_T)
-        key_TKD = torch.randn(num_tokens, num_key_heads, dim, dtype=case.dtype)
-        value_TKV = torch.randn(num_tokens, num_key_heads, value_dim, dtype=case.dtype)
-        attention = QuantisedTritonAttention(batch)
-        attention.write(*store.pages(0), key_TKD, value_TKV)
-        records, tails = store.pages(0)
-        attention.read(replace(laid.read, keys_NKDO=records, values_NKOV=tails))
-        assert num_heads
+    for name in cases:
+        laid, read = in_codes(CASES[name])
+        case = laid.case
+        Kernel.__getitem__ = _only_compiled(f"{name}, codes", read)
+        shape = (len(read.query_THD), case.heads[1], case.dims[0])
+        key_TKD = torch.randn(shape, dtype=case.dtype)
+        value_TKV = torch.randn(*shape[:2], case.dims[1], dtype=case.dtype)
+        attention = TritonAttention(laid.batch)
+        attention.write(read.keys_NKDO, read.values_NKOV, key_TKD, value_TKV, read.scales)
+        attention.read(read)
 
 
 def _compile_reads(cases: Iterable[str]) -> None:
     """Writes and reads of pages with exact numbers."""
-    from ropewalk.model_runtime.gpu import flash as triton_flash
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
-    triton_flash.is_available = lambda _: True
-    triton_flash.flash = _uncomputed
     for name in cases:
         case = CASES[name]
         laid = Laid(case, torch.device("cpu"))
@@ -275,19 +241,23 @@ def main() -> None:
     a minute.
     """
     from ropewalk.model_runtime.gpu import decode
+    from ropewalk.model_runtime.gpu import flash as triton_flash
     from ropewalk.model_runtime.gpu.cards import tuning
     from ropewalk.model_runtime.gpu.sampling import draw_ranked
 
     capability = int(sys.argv[1])
     driver.set_active(Device(capability))
+    triton_flash.is_available = lambda _: True
+    triton_flash.flash = _uncomputed
     for module in (decode, tuning, draw_ranked):
         module.card_of = lambda _: CARDS[capability]
     if sys.argv[2:] == ["few"]:
         _compile_reads(FEW)
+        _compile_codes(("as served",))
         _compile_draws()
         return
     _compile_reads(CASES)
-    _compile_quantised()
+    _compile_codes(CODED)
     _compile_layers()
     _compile_states()
     _compile_draws()

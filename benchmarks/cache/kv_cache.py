@@ -26,6 +26,7 @@ from benchmarks.cpu.weights import times_of
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.quantised.page_format import (
     EXACT,
+    FIXED8,
     FORMATS,
     ROUNDED,
 )
@@ -162,7 +163,7 @@ def _resident_bytes() -> int:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--formats", default=",".join((ROUNDED, *FORMATS)), show_default=True)
+@click.option("--formats", default=",".join((ROUNDED, FIXED8, *FORMATS)), show_default=True)
 @click.option("--tokens", default=2048, show_default=True, help="Of the text; 0: no quality.")
 @click.option("--rows", default=256, show_default=True, help="Scored tokens at its end.")
 @click.option(

@@ -35,7 +35,7 @@ from benchmarks.gpu.model_inputs import (
 from benchmarks.gpu.needs import lacks_to_serve
 from benchmarks.gpu.server import ServerError, serve_and_load
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, FIXED8
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.memory.memory_profile import CudaMeter, profile_memory
@@ -412,14 +412,14 @@ def _steps(
 
 
 def few_bits(bench: Bench) -> Iterator[Row]:
-    """Measure decode steps over a cache in few bits, beside one in the model's numbers.
+    """Measure decode steps over a cache in eight bits, beside one in the model's numbers.
 
     Steps over the longest context are left out, because its prompt is computed for each form.
     """
     sizes = bench.sizes
     steps = [each for each in sizes.steps if each[0] < sizes.longest]
     most = max(count for _, count in steps)
-    for kind in ("auto", *FORMATS):
+    for kind in (EXACT, FIXED8):
         with ExitStack() as stack:
             engine = bench.engine(stack, most, kv_cache_dtype=kind)
             yield from _steps(bench, engine, steps, {"part": "few_bits", "kind": kind})

@@ -119,11 +119,9 @@ class EngineConfig:
     def max_prompt_rows(self) -> int:
         """Return the most rows of a captured step with prompts (cuda_graphs.py); 0: none has any.
 
-        A state advances token by token, and a cache in few bits quantises a page before the next
-        one.
+        A state advances token by token.
         """
-        is_plain = not self.num_state_slots and not self.quantises_pages
-        return self.max_num_batched_tokens if is_plain else 0
+        return 0 if self.num_state_slots else self.max_num_batched_tokens
 
 
 def with_slots(

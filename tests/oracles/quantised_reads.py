@@ -50,9 +50,7 @@ class Laid(PlacedReads):
 
     backend: Any = None  # None: that of the store
 
-    def __init__(
-        self, kind: str, method: PositionMethod, device_backend: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, kind: str, method: PositionMethod, **options: Any) -> None:
         super().__init__(method, page=PAGE, **options)
         self.kind = kind
         with patch.dict(FORMATS, FORMS):
@@ -60,8 +58,6 @@ class Laid(PlacedReads):
                 CacheLayout({0: Shape()}, self.dtype, PAGE, kind),
                 len(self.keys),
                 num_tails=len(self.spans),
-                device=self.device,
-                device_backend=device_backend,
             )
         for tensor in self.store.pages(0):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN where nothing was written

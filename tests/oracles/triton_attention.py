@@ -14,7 +14,7 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runners that are built from now on read by the GPU's kernels."""
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
-    monkeypatch.setattr(backends, "has_gpu_kernels", lambda _: True)  # for quantised pages
+    monkeypatch.setattr(backends, "has_cpu_kernels", lambda _: False)  # for codes
 
 
 def load_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

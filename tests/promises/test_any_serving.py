@@ -50,7 +50,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
 }
 # Layers with windows of 40 keys: all of them, or some beside layers that read all keys.
 WINDOWED = {
-    "gemma3_text": ("auto", "int4"), "mistral": ("auto",), "qwen2": ("k8v4",),
+    "gemma3_text": ("auto", "int4", "fixed8"), "mistral": ("auto",), "qwen2": ("k8v4",),
     "gemma2": ("int8",), "gpt_oss": ("int4",), "phi3": ("bfloat16",),
 }  # fmt: skip
 STATES = ("qwen3_5_text", "lfm2", "lfm3")
@@ -91,10 +91,10 @@ class Case:
 
 def _cases() -> list[Case]:
     made = [
-        *(Case("llama", each) for each in ("auto", *BITS, "bfloat16")),
-        *(Case("llama", each, "rerope") for each in ("auto", "int4")),
+        *(Case("llama", each) for each in ("auto", *BITS, "bfloat16", "fixed8")),
+        *(Case("llama", each, "rerope") for each in ("auto", "int4", "fixed8")),
         *(Case("llama", each, "sinks") for each in ("auto", "int8")),
-        *(Case("llama", each, weights="bfloat16") for each in ("auto", "int4")),
+        *(Case("llama", each, weights="bfloat16") for each in ("auto", "int4", "fixed8")),
         *(Case(name, each) for name, kinds in WINDOWED.items() for each in kinds),
         # `sinks` is for models whose layers all rotate alike.
         *(Case(name, each, "sinks") for name, each in (("qwen2", "auto"), ("mistral", "k8v4"))),

@@ -10,6 +10,7 @@ import torch
 
 from ropewalk.model_runtime.attention.quantised.page_format import (
     EXACT,
+    FIXED8,
     FORMATS,
     ROUNDED,
     quantises,
@@ -47,7 +48,7 @@ class CacheLayout:
 
     def check(self) -> None:
         """Raise ModelError if the model has no pages in the format."""
-        if self.format != EXACT and self.dtype == torch.float16:
+        if self.format not in {EXACT, FIXED8} and self.dtype == torch.float16:
             raise ModelError(
                 f"kv_cache_dtype {self.format} needs the dtype float32 or bfloat16, and the "
                 "model's is float16"
@@ -63,7 +64,8 @@ class CacheLayout:
     @property
     def number_type(self) -> torch.dtype:
         """Return the number type of keys and values that are not in few bits."""
-        return torch.bfloat16 if self.format == ROUNDED else self.dtype
+        own = {ROUNDED: torch.bfloat16, FIXED8: torch.int8}
+        return own.get(self.format, self.dtype)
 
     @property
     def rounds(self) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.attention.eight_bits import CodeArrays, Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences, ranged_sequences
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
@@ -35,7 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import (
     PageArrays,
     SequenceArrays,
 )
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.threads import num_threads_for, run_items
 
 _SERIAL_WORK = 200_000  # query-key-dimension products that make one more thread worth its cost
@@ -81,7 +82,12 @@ class CpuAttention:
         return batch.page_table_GSN.numpy(), batch.page_GT.numpy()
 
     def write(
-        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,  # noqa: ARG002  # codes: EightBitCpuAttention
     ) -> None:
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
         pages = PageArrays(as_numpy(keys_NKDO), as_numpy(values_NKOV))
@@ -223,3 +229,70 @@ class RoundedCpuAttention(CpuAttention):
         )
 
         return attend_ranges
+
+
+class EightBitCpuAttention(RoundedCpuAttention):
+    """One step's reads and writes of a cache of codes, which the kernel widens as it loads them.
+
+    Queries are scaled before a read, and its output after. Both are float32.
+    """
+
+    @property
+    def is_one_call(self) -> bool:
+        """Return False: the one call of a step knows no scales."""
+        return False
+
+    def write(
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,
+    ) -> None:
+        """Write the codes of keys and values."""
+        assert scales is not None, "codes without scales"
+        super().write(keys_NKDO, values_NKOV, *scales.codes(key_TKD, value_TKV))
+
+    def write_columns(
+        self, key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, pages: CodeArrays
+    ) -> None:
+        """Write the codes of keys and values that begin in these columns, head by head."""
+        key_TKD = _columns(key_TC, key_at, pages.scales.key_KD)
+        value_TKV = _columns(value_TC, value_at, pages.scales.value_KV)
+        pair = map(torch.from_numpy, pages[:2])
+        self.write(*pair, key_TKD, value_TKV, pages.scales)
+
+    def attend(
+        self,
+        query_TC: Numbers,
+        num_heads: int,
+        pages: CodeArrays,
+        params: AttentionParams,
+        ranged: RangedSequences | None = None,
+    ) -> Numbers:
+        """Return the attention of queries in the first columns of a numpy array, head by head."""
+        dim = pages.scales.key_KD.shape[1]
+        query_THD = _columns(query_TC, 0, torch.empty(num_heads, dim))
+        scaled_TC = as_numpy(pages.scales.scaled(query_THD).flatten(1))
+        out_TC = super().attend(scaled_TC, num_heads, pages, params, ranged)
+        out_THV = torch.from_numpy(out_TC).view(len(out_TC), num_heads, -1)
+        out_TC = pages.scales.unscaled(out_THV).flatten(1)
+        return as_numpy(out_TC.to(_dtype(query_TC)))  # type: ignore[no-any-return]
+
+    def _pages_of(self, read: LayerRead) -> CodeArrays:
+        assert read.scales is not None, "codes without scales"
+        return CodeArrays(as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV), read.scales)
+
+    def _kernel(self, pages: CodeArrays) -> tuple[Any, tuple[Any, ...], int, int, int]:
+        return super()._kernel(PageArrays(*pages[:2]))
+
+
+def _dtype(numbers: Numbers) -> torch.dtype:
+    return torch.bfloat16 if numbers.dtype == np.uint16 else torch.float32
+
+
+def _columns(numbers_TC: Numbers, at: int, like_KX: Tensor) -> Tensor:
+    """Return the columns from `at` on as numbers in the shape of `like_KX`, for each token."""
+    columns = numbers_TC[:, at : at + like_KX.numel()]
+    return as_tensor(columns, _dtype(columns)).unflatten(1, like_KX.shape)

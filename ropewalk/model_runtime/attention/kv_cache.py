@@ -4,7 +4,7 @@ Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V =
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.eight_bits import CodeArrays, Scales
 from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.attention.kernel_arguments import Ints, PageArrays
 
@@ -36,7 +37,8 @@ class KVCache:
 
     `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
     dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
-    `own_backend`: the attention backend, if it is not that of the device.
+    `own_backend`: the attention backend, if it is not that of the device. `scales`: of each layer,
+    if numbers are codes of eight bits.
     """
 
     def __init__(
@@ -47,9 +49,12 @@ class KVCache:
         *,
         row_keys: bool,
         own_backend: Any = None,
+        scales: Mapping[int, Scales] | None = None,
     ) -> None:
         """Allocate the pages. Layers with the same place in the pages of groups share tensors."""
         self._own_backend = own_backend
+        self.dtype = layout.number_type  # of numbers that are not in few bits
+        self._scales = {} if scales is None else scales
         self.row_keys = row_keys
         self.layout = layout
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
@@ -69,11 +74,6 @@ class KVCache:
     @property
     def page_size(self) -> int:
         return self.layout.page_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of numbers that are not in few bits."""
-        return self.layout.number_type
 
     @property
     def num_groups(self) -> int:
@@ -109,7 +109,7 @@ class KVCache:
         return sum(each.nbytes for each in held.values())
 
     @cached_property
-    def arrays(self) -> dict[int, PageArrays]:
+    def arrays(self) -> dict[int, PageArrays | CodeArrays]:
         """Return the pages as numpy arrays, by layer; bfloat16 as its bits. On a CPU."""
         from ropewalk.model_runtime.cpu_kernels.elementwise import (  # noqa: PLC0415  # imports numba
             as_numpy,
@@ -118,12 +118,15 @@ class KVCache:
         return {
             index: PageArrays(as_numpy(keys), as_numpy(values))
             for index, (keys, values) in self._pages.items()
+        } | {
+            index: CodeArrays(*map(as_numpy, self._pages[index]), scales)
+            for index, scales in self._scales.items()
         }
 
     @cached_property
     def addresses_LX(self) -> Ints:
         """Return the start addresses of keys and values by layer order, int64. On a CPU."""
-        arrays = [self.arrays[index] for index in sorted(self.arrays)]
+        arrays = [self.arrays[index][:2] for index in sorted(self.arrays)]
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
 
     def page_memory(self) -> list[NDArray[np.uint8]]:
@@ -144,6 +147,10 @@ class KVCache:
             .reshape(self.num_pages, -1)
             for each in tensors
         ]
+
+    def scales(self, layer_idx: int) -> Scales | None:
+        """Return the scales of a layer's codes; None: its numbers are no codes."""
+        return self._scales.get(layer_idx)
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys [N, K, D, O] and values [N, K, O, V]."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
 from ropewalk.model_runtime.errors import ModelError
@@ -156,6 +157,7 @@ class LayerRead:
     sliding_window: int | None
     softcap: float | None
     sinks_H: Tensor | None
+    scales: Scales | None = None  # of the pages' codes; None: they hold numbers
 
 
 class Backend(Protocol):
@@ -172,9 +174,17 @@ class Backend(Protocol):
         """Return the backend of another group of layers in the same step (`Batch.of_group`)."""
 
     def write(
-        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,
     ) -> None:
-        """Write a layer's keys and values of the step to the pages and offsets in the batch."""
+        """Write a layer's keys and values of the step to the pages and offsets in the batch.
+
+        `scales`: of the pages' codes; None: the pages hold numbers.
+        """
 
     def read(self, read: LayerRead) -> Tensor:
         """Return the attention of a layer, [T, H, V]; float32, or the query's dtype."""
@@ -221,7 +231,8 @@ class PagedContext:
         if not plan.has_cache_order:
             key_TKD = plan.in_cache_order(key_TKD)
         value_TKV = call.value_1KTV[0].transpose(0, 1)
-        self.backend_of(layer_idx).write(*self.store.pages(layer_idx), key_TKD, value_TKV)
+        pages, scales = self.store.pages(layer_idx), self.store.scales(layer_idx)
+        self.backend_of(layer_idx).write(*pages, key_TKD, value_TKV, scales)
 
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Advance a layer's states by this step's tokens."""
@@ -247,6 +258,7 @@ class PagedContext:
             call.sliding_window,
             call.softcap,
             call.sinks_H,
+            self.store.scales(layer_idx),
         )
         return self.backend_of(layer_idx).read(read).to(call.query_1HTD.dtype)[None]
 

@@ -43,21 +43,19 @@ class PlacedGroup:
     divisor_G: Tensor  # int32
 
 
-class CutPrompts:
-    """Prompts of one step that are read in parts."""
+class PlacedPrompts:
+    """The prompts of one step whose table has a position method."""
 
-    def __init__(
-        self, batch: Batch, methods: Mapping[int, PositionMethod], *, is_every: bool
-    ) -> None:
-        """Take the step's prompts: every one, or those whose table has a position method."""
+    def __init__(self, batch: Batch, methods: Mapping[int, PositionMethod]) -> None:
         self._device = batch.page_T.device
         self._table_width = batch.page_table_SN.shape[1]
         self._methods = methods
         self._places = [
             (index, place)
             for index, place in enumerate(batch.places_S)
-            if place.num_tokens > 1 and (is_every or place.table_id in methods)
+            if place.num_tokens > 1 and place.table_id in methods
         ]
+        self._groups: dict[tuple[int, int], list[PlacedGroup]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -67,14 +65,6 @@ class CutPrompts:
         """Return the flat rows of all query tokens, int32."""
         parts = [Part.whole(index, place, None) for index, place in self._places]
         return together_on_device((rows_of(parts),), self._device)[0]
-
-
-class PlacedPrompts(CutPrompts):
-    """The prompts of one step whose table has a position method."""
-
-    def __init__(self, batch: Batch, methods: Mapping[int, PositionMethod]) -> None:
-        super().__init__(batch, methods, is_every=False)
-        self._groups: dict[tuple[int, int], list[PlacedGroup]] = {}
 
     def groups(self, window: int | None, tile: int) -> list[PlacedGroup]:
         """Return the groups of a layer with this window; `tile`: rows that a program takes.

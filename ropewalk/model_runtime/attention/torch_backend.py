@@ -8,12 +8,14 @@ Shapes: T = query tokens of one sequence, C = its context, H = query heads, K = 
 G = query heads per key head, D = key dimensions, V = value dimensions, O = offsets in a page.
 """
 
+from dataclasses import replace
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.step_ranges import StepRanges, step_ranges
 from ropewalk.rope import KeyMap
@@ -34,8 +36,15 @@ class TorchAttention:
         return type(self)(batch)
 
     def write(
-        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,
     ) -> None:
+        if scales is not None:
+            key_TKD, value_TKV = scales.codes(key_TKD, value_TKV)
         page_T, offset_T = self._batch.page_T, self._batch.offset_T
         keys_NKDO[page_T, :, :, offset_T] = key_TKD.to(keys_NKDO.dtype)
         values_NKOV[page_T, :, offset_T] = value_TKV.to(values_NKOV.dtype)
@@ -43,12 +52,16 @@ class TorchAttention:
     def read(self, read: LayerRead) -> Tensor:
         """Return the attention of one layer, float32 [T, H, V] over all sequences' tokens."""
         ranges = step_ranges(self._batch.places_S, read.tables.positions)
-        return torch.cat(
+        scales = read.scales
+        if scales is not None:
+            read = replace(read, query_THD=scales.scaled(read.query_THD))
+        out_THV = torch.cat(
             [
                 _attend(read, self._batch, index, _parts(ranges, index, place))
                 for index, place in enumerate(self._batch.places_S)
             ]
         )
+        return out_THV if scales is None else scales.unscaled(out_THV)
 
 
 class _Part(NamedTuple):

@@ -45,7 +45,6 @@ class Cut(NamedTuple):
     tile: int  # keys that a program reads at once; a piece begins at a multiple of it
     num_places: int  # pieces of one key head that run at the same time
     has_methods: bool = False  # whether a table of the layer has a position method
-    own_page: int = 0  # positions of a page, if a query's own page is read apart; else 0
 
 
 class Contexts(NamedTuple):
@@ -113,30 +112,8 @@ def contexts_of(
 ) -> Contexts:
     """Return the ranges of each query under its table's method; without one it is read natively.
 
-    `methods`: by table id; empty: as `whole_contexts`. With own pages, the parts of all ranges in
-    earlier pages come first, then those in the query's own page.
+    `methods`: by table id; empty: as `whole_contexts`.
     """
-    every = _all_ranges(position_S, table_id_S, cut, methods)
-    return _own_apart(every, position_S, cut.own_page) if cut.own_page else every
-
-
-def _own_apart(every: Contexts, position_S: NDArray[np.int64], page_size: int) -> Contexts:
-    """Cut every range where its query's own page begins."""
-    own_S = position_S // page_size * page_size
-    begin_RS = np.concatenate((every.begin_RS, np.maximum(every.begin_RS, own_S)))
-    end_RS = np.concatenate((np.minimum(every.end_RS, own_S), every.end_RS))
-    placed_RS4 = every.placed_RS4
-    return Contexts(
-        begin_RS, end_RS, None if placed_RS4 is None else np.concatenate((placed_RS4, placed_RS4))
-    )
-
-
-def _all_ranges(
-    position_S: NDArray[np.int64],
-    table_id_S: NDArray[np.int64],
-    cut: Cut,
-    methods: Mapping[int, PositionMethod],
-) -> Contexts:
     whole = whole_contexts(position_S, cut.window)
     if not methods:
         return whole

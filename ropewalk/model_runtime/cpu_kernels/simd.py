@@ -8,7 +8,8 @@ results do not depend on the code around an operation. Sums over lanes do depend
 kinds of processors may differ in the last bit.
 
 Arrays are contiguous. `at` counts elements from the array's first, whatever its shape. uint16
-arrays hold bfloat16 as its bits. Loads widen them, and stores round to nearest even.
+arrays hold bfloat16 as its bits. Loads widen them, and stores round to nearest even. int8 arrays
+are loaded only.
 """
 
 from collections.abc import Callable
@@ -169,8 +170,14 @@ any_above = _operation(_any_above, arguments=2, returns=types.boolean)  # a > b 
 reduce_add = _operation(_reduce_add, arguments=1, returns=types.float32)
 
 
+_BYTES = ir.VectorType(ir.IntType(8), WIDTH)
+
+
 def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
     """Emit a load of WIDTH elements from an address; `array` is the array's numba type."""
+    if array.dtype == types.int8:
+        codes = builder.load(builder.bitcast(pointer, _BYTES.as_pointer()), align=1)
+        return builder.sitofp(builder.sext(codes, _INT_LANES), _LANES)
     if array.dtype != types.uint16:
         return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
     loaded = builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=2)

@@ -7,7 +7,7 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.quantised.page_format import EXACT
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, FIXED8
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
@@ -149,7 +149,13 @@ def build_runner(
         # One extra page for the padding of a captured step.
         num_spare = 1 if captures_graphs(checkpoint, config) else 0
         num_pages, num_tails = config.num_pages + num_spare, config.max_num_seqs + num_spare
-        store = new_store(layout, num_pages, checkpoint.device, num_tails=num_tails)
+        store = new_store(
+            layout,
+            num_pages,
+            checkpoint.device,
+            num_tails=num_tails,
+            scales=checkpoint.scales if config.kv_cache_dtype == FIXED8 else None,
+        )
         states = state_store(checkpoint.states, config.num_state_slots, checkpoint.device)
     except (MemoryError, RuntimeError) as error:  # the latter by torch on a GPU
         slots = f" beside {config.num_state_slots} slots of states" if checkpoint.states else ""

@@ -117,7 +117,7 @@ def _attend(
 def rows_at_once(read: LayerRead) -> int:
     """Return the number of query tokens, and of keys, that a program takes in this layer."""
     width = max(read.query_THD.shape[-1], read.values_NKOV.shape[-1])
-    return tile_len(_TILE, width, read.keys_NKDO.dtype)
+    return tile_len(_TILE, width, read.query_THD.dtype)
 
 
 def attend(

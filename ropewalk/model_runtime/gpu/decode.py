@@ -25,19 +25,21 @@ from ropewalk.model_runtime.attention.work_list import Cut, WorkList
 from ropewalk.model_runtime.gpu.cards.card import card_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, sizes_of
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
-from ropewalk.model_runtime.gpu.page_sources import Pages, Quantised, page_sources
 from ropewalk.model_runtime.gpu.primitives import (
     KERNEL_LN_2,
     LOG2_E,
     angles,
+    bounded,
     capped,
+    key_strides,
     padded,
     product,
     row,
+    scale_tensors,
 )
-from ropewalk.model_runtime.gpu.quantised_numbers import quantised_keys, quantised_values
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
+_MOST_QUERY = tl.constexpr(30000.0)  # so that a rotated query is finite in float16
 
 
 @jit(
@@ -47,7 +49,7 @@ _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
 def _decode(
     query, keys, values, page_table, entries, pieces, query_start, table_ids, positions,
     start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
-    out, partials, lses,
+    out, partials, lses, key_scales, value_scales,
     scaling, softcap, num_starts, table_width,
     query_t, query_h, out_t, out_h,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
@@ -56,17 +58,15 @@ def _decode(
     PAGE: tl.constexpr, TILE: tl.constexpr, TILE_ANGLES: tl.constexpr,
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
     FIELDS: tl.constexpr, PLACED: tl.constexpr,
-    CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
-    OWN: tl.constexpr = 0, KIND: tl.constexpr = None,
-    KEY_BITS: tl.constexpr = 0, VALUE_BITS: tl.constexpr = 0, GROUPS: tl.constexpr = 1,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """One key head and one piece of a sequence. The only piece of one writes the output itself.
 
     PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
     every period, and keys stand at their index without whole moduli, over the divisor.
-    KEY_BITS: earlier pages are quantised, and other pieces are left out. `keys` are then the
-    records, and `values` the same as float16. KIND is the type of the exact numbers.
-    OWN: the query's own page only. The table has the code of each token's tail page.
+    CODED: the pages have codes of eight bits. The query is multiplied by the scales of keys, and
+    the output by those of values. Codes are multiplied as float16, which has each of them exactly,
+    and rotated ones with three bits more than bfloat16.
     """
     head, entry = tl.program_id(0), entries + FIELDS * tl.program_id(1)
     sequence, slot = tl.load(entry), tl.load(entry + 3)
@@ -77,16 +77,12 @@ def _decode(
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
     true_position = tl.load(positions + sequence)
-    if OWN:  # noqa: SIM102  # a constant decides
-        if begin // PAGE != true_position // PAGE:
-            return
-    if KEY_BITS > 0:  # noqa: SIM102  # a constant decides
-        if begin // PAGE == true_position // PAGE:
-            return
     position = true_position
     kind = keys.dtype.element_ty
-    if KEY_BITS > 0:
-        kind = KIND
+    angle_kind = tl.float32
+    if CODED:
+        kind = tl.float16
+        angle_kind = tl.float16
     first_tile, end_tile = begin // TILE, (end + TILE - 1) // TILE
     if PLACED:
         position, period = tl.load(entry + 4), tl.load(entry + 5)
@@ -116,15 +112,22 @@ def _decode(
         first = tl.load(rows + p[None, :], mask=is_pair, other=0.0).to(tl.float32) * scale
         second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
         second = second * scale
+        if CODED:
+            at_pair = key_scales + head * (2 * PAIRS + REST) + p
+            pair_scale = tl.load(at_pair, mask=p < PAIRS, other=0.0)
+            first = bounded(first * pair_scale[None, :], _MOST_QUERY)
+            second = bounded(second * pair_scale[None, :], _MOST_QUERY)
     if REST > 0:
         is_rest = is_row & (e < REST)[None, :]
         rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
-        rest = (rest.to(tl.float32) * scaling).to(kind)
+        rest = rest.to(tl.float32) * scaling
+        if CODED:
+            at_rest = key_scales + head * (2 * PAIRS + REST) + 2 * PAIRS + e
+            rest_scale = tl.load(at_rest, mask=e < REST, other=0.0)
+            rest = bounded(rest * rest_scale[None, :], _MOST_QUERY)
+        rest = rest.to(kind)
 
-    if OWN:
-        tail_page = (-1 - tl.load(page_table + token)) // 2
-    else:
-        table = page_table + sequence * table_width
+    table = page_table + sequence * table_width
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES_2], tl.float32)
@@ -140,41 +143,20 @@ def _decode(
         # Loads without masks are cheaper, and memory that may hold NaN is never read.
         index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
         is_seen = index == start + t
-        if OWN:
-            page = tail_page.to(tl.int64)
-            offset = index % PAGE
-        elif PAGE % TILE == 0:
+        if PAGE % TILE == 0:
             # The tile is in one page, so its number is loaded once and not for every key.
             page = tl.load(table + start // PAGE).to(tl.int64)
             offset = index - start // PAGE * PAGE
         else:
             page = tl.load(table + index // PAGE).to(tl.int64)
             offset = index % PAGE
-        if KEY_BITS > 0:
-            # A tile is within a page, and a full page has all numbers. Without a clamp, the
-            # compiler knows that the codes of a channel are neighbours.
-            if not PLACED:
-                offset = start % PAGE + t
-            record = keys + page * KEY_N + head * KEY_K
-            halves = values + (page * KEY_N + head * KEY_K) // 2
-        else:
-            key = keys + page * KEY_N + (head * KEY_K + offset * KEY_O)
+        key = keys + page * KEY_N + (head * KEY_K + offset * KEY_O)
         scores = tl.zeros([ROWS, TILE], tl.float32)
         if PAIRS > 0:
             is_angle = (p < PAIRS)[None, :]
-            if KEY_BITS > 0:
-                one = quantised_keys(
-                    record, halves, offset[:, None], p[None, :], is_angle, 2 * PAIRS + REST, VALUES,
-                    PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
-                )  # fmt: skip
-                two = quantised_keys(
-                    record, halves, offset[:, None], (p + PAIRS)[None, :], is_angle,
-                    2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, PAIRS == PAIRS_2,
-                )  # fmt: skip
-            else:
-                place = key[:, None] + p[None, :] * KEY_D
-                one = row(place, is_angle, PAIRS == PAIRS_2).to(tl.float32)
-                two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            place = key[:, None] + p[None, :] * KEY_D
+            one = row(place, is_angle, PAIRS == PAIRS_2).to(angle_kind)
+            two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(angle_kind)
             back_cos, back_sin = angles(
                 start_cos, start_sin, offset_cos, offset_sin,
                 starts + at // PAGE * PAIRS, offsets + at % PAGE * PAIRS, p < PAIRS,
@@ -184,21 +166,15 @@ def _decode(
             first_rotated = (first * cos - second * sin).to(kind)
             second_rotated = (second * cos + first * sin).to(kind)
             place = table_id * TILE_ANGLES * PAIRS + in_tile[:, None] * PAIRS + p[None, :]
-            cos = row(tile_cos + place, is_angle, PAIRS == PAIRS_2)
-            sin = row(tile_sin + place, is_angle, PAIRS == PAIRS_2)
+            cos = row(tile_cos + place, is_angle, PAIRS == PAIRS_2).to(angle_kind)
+            sin = row(tile_sin + place, is_angle, PAIRS == PAIRS_2).to(angle_kind)
             rotated = (one * cos - two * sin).to(kind)
             scores = product(first_rotated, tl.trans(rotated), scores, WIDE)
             rotated = (two * cos + one * sin).to(kind)
             scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
         if REST > 0:
-            if KEY_BITS > 0:
-                plain = quantised_keys(
-                    record, halves, offset[:, None], (e + 2 * PAIRS)[None, :], (e < REST)[None, :],
-                    2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, REST == REST_2,
-                ).to(kind)  # fmt: skip
-            else:
-                place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
-                plain = row(place, (e < REST)[None, :], REST == REST_2)
+            place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
+            plain = row(place, (e < REST)[None, :], REST == REST_2).to(kind)
             scores = product(rest, tl.trans(plain), scores, WIDE)
         if CAPPED:
             scores = capped(scores, softcap)
@@ -209,18 +185,15 @@ def _decode(
         keep = tl.exp2(row_max - new_max)
         row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
         row_max = new_max
-        if KEY_BITS > 0:
-            value = quantised_values(
-                record, halves, offset[:, None], v[None, :], (v < VALUES)[None, :],
-                2 * PAIRS + REST, VALUES, PAGE, KEY_BITS, VALUE_BITS, GROUPS, VALUES == VALUES_2,
-            ).to(kind)  # fmt: skip
-        else:
-            place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
-            place = place[:, None] + v[None, :] * VALUE_V
-            value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2)
+        place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
+        place = place[:, None] + v[None, :] * VALUE_V
+        value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2).to(kind)
         acc = product(probs, value, acc * keep[:, None], WIDE)
 
     acc = acc / row_sum[:, None]
+    if CODED:
+        value_scale = tl.load(value_scales + head * VALUES + v, mask=v < VALUES, other=0.0)
+        acc = acc * value_scale[None, :]
     heads = head * GROUP + r
     is_value = is_row & (v < VALUES)[None, :]
     if SUNK or num_pieces > 1:
@@ -272,15 +245,13 @@ def _merge(
     tl.store(out + token * out_t + head * out_h + v, acc, mask=v < VALUES)
 
 
-def cut_of(read: LayerRead, tuning: Tuning, own_page: int = 0) -> Cut:
-    """Return how a layer cuts the contexts of its step. `own_page`: as in Cut."""
+def cut_of(read: LayerRead, tuning: Tuning) -> Cut:
+    """Return how a layer cuts the contexts of its step."""
     num_processors = card_of(read.query_THD.device).num_processors
     num_programs = num_processors * tuning.programs_per_processor
     num_places = max(1, num_programs // read.keys_NKDO.shape[1])
     tile, has_methods = sizes_of(read).tile, bool(read.tables.positions)
-    if own_page:
-        tile = min(tile, own_page & -own_page)  # so that a tile of quantised keys is within a page
-    return Cut(read.sliding_window, tile, num_places, has_methods, own_page)
+    return Cut(read.sliding_window, tile, num_places, has_methods)
 
 
 def decode(
@@ -289,59 +260,43 @@ def decode(
     work: WorkList,
     out_THV: Tensor,
     tuning: Tuning,
-    *,
-    quantised: Quantised | None = None,
 ) -> None:
     """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    `work`: the contexts, cut as `cut_of` says with this tuning. `quantised`: None if `read` has all
-    pages.
+    `work`: the contexts, cut as `cut_of` says with this tuning.
     """
-    num_heads, value_dim = out_THV.shape[1:]
-    num_slots = len(work.entries_EF)
+    _, num_heads, dim = read.query_THD.shape
+    num_slots, value_dim = len(work.entries_EF), out_THV.shape[2]
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
-    outputs = out_THV, partials_LHV, lses_LH
-    for pages in page_sources(read, batch.page_table_SN, quantised, tuning.num_stages):
-        _launch(read, batch, work, outputs, pages, tuning.num_warps)
+    num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
+    group, pairs = num_heads // num_key_heads, read.tables.num_pairs
+    query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
+    rest = dim - 2 * pairs
+    softcap = read.softcap or 0.0
+    # Key heads first: the entries are in falling order, and so are then all programs.
+    _decode[(num_key_heads, num_slots)](
+        query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN, work.entries_EF,
+        work.pieces_S2, batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
+        *read.tables.device_tensors,
+        out_THV, partials_LHV, lses_LH, *scale_tensors(read.scales, lses_LH),
+        read.scaling * (1.0 if softcap else LOG2_E), softcap,
+        read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
+        *query_THD.stride()[:2], *out_THV.stride()[:2],
+        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
+        GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
+        ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
+        TILE=work.tile, TILE_ANGLES=TILE,
+        FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
+        CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
+        WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
+        CODED=read.scales is not None,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
     sinks_H = read.sinks_H
     _merge[(len(batch.single_B), num_heads)](
         partials_LHV, lses_LH, lses_LH if sinks_H is None else sinks_H,
         batch.single_B, batch.cu_seqlens_S1, work.pieces_S2, out_THV, *out_THV.stride()[:2],
         VALUES=value_dim, VALUES_2=padded(value_dim), PIECES=padded(work.most_pieces),
         SUNK=sinks_H is not None,
-    )  # fmt: skip
-
-
-def _launch(
-    read: LayerRead,
-    batch: Batch,
-    work: WorkList,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    pages: Pages,
-    num_warps: int,
-) -> None:
-    """Run the kernel on the pieces of all contexts that are in these pages."""
-    _, num_heads, dim = read.query_THD.shape
-    num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
-    value_dim = read.values_NKOV.shape[-1]
-    group, pairs = num_heads // num_key_heads, read.tables.num_pairs
-    query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
-    rest = dim - 2 * pairs
-    softcap = read.softcap or 0.0
-    # Key heads first: the entries are in falling order, and so are then all programs.
-    _decode[(num_key_heads, len(work.entries_EF))](
-        query_THD, *pages.tensors, pages.table, work.entries_EF, work.pieces_S2,
-        batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
-        *read.tables.device_tensors,
-        *outputs, read.scaling * (1.0 if softcap else LOG2_E), softcap,
-        read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
-        *query_THD.stride()[:2], *outputs[0].stride()[:2], *pages.strides,
-        GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
-        ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
-        TILE=work.tile, TILE_ANGLES=TILE,
-        FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
-        CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
-        WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16, **pages.constants,
-        num_warps=num_warps, num_stages=pages.num_stages,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def serves(read: LayerRead) -> bool:
     dim, value_dim = read.query_THD.shape[-1], read.values_NKOV.shape[-1]
     return (
         not read.softcap
-        and read.keys_NKDO.dtype in {torch.bfloat16, torch.float16}
+        and read.query_THD.dtype in {torch.bfloat16, torch.float16}
         and dim == value_dim
         and dim <= _MOST_DIM
         and dim % _DIM_STEP == 0

@@ -5,11 +5,13 @@ not below the size of the same name without _2.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.gpu.launch import jit
 
 LOG2_E = math.log2(math.e)
@@ -36,6 +38,17 @@ def tile_len(most: int, width: int, dtype: torch.dtype) -> int:
 def key_strides(keys_NKDO: Tensor) -> tuple[int, ...]:
     """Return the strides by page, head, offset and dimension."""
     return tuple(keys_NKDO.stride(at) for at in (0, 1, 3, 2))
+
+
+def scale_tensors(scales: Scales | None, unused: Any = None) -> tuple[Any, Any]:
+    """Return the scales of keys and values as a kernel's arguments; `unused` without scales."""
+    return (unused, unused) if scales is None else (scales.key_KD, scales.value_KV)
+
+
+@jit
+def bounded(numbers, most):
+    """Return numbers no larger than `most`, whatever their sign; NaN stays NaN."""
+    return tl.where(numbers > most, most, tl.where(numbers < -most, -most, numbers))
 
 
 @jit

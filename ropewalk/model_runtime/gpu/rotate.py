@@ -13,12 +13,10 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, QueryRows
 from ropewalk.model_runtime.gpu.launch import jit
-from ropewalk.model_runtime.gpu.primitives import angles, key_strides, padded
-from ropewalk.model_runtime.gpu.quantised_numbers import Records, quantised_keys, quantised_values
+from ropewalk.model_runtime.gpu.primitives import angles, key_strides, padded, scale_tensors
 
 _MOST_NUMBERS = 4096  # numbers of queries that a program holds at once
 _WARPS = 4
-_QUANTISED_WARPS = 8  # with fewer, steps of groups of dimensions do not fit a thread's registers
 
 
 @jit("rows", "positions", "placed", "table_ids", "num_starts")
@@ -75,7 +73,7 @@ def _turn(
     "num_starts",
 )  # fmt: skip
 def _gather(
-    keys, values, page_table, rotated, gathered,
+    keys, values, page_table, rotated, gathered, key_scales, value_scales,
     start_cos, start_sin, offset_cos, offset_sin,
     tiles, cu_keys, first_keys, page_ats, table_ids, moduli, divisors, num_starts,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
@@ -83,13 +81,12 @@ def _gather(
     HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
     PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr, PLACED: tl.constexpr,
-    KEY_BITS: tl.constexpr = 0, VALUE_BITS: tl.constexpr = 0, GROUPS: tl.constexpr = 1,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one key head: keys rotated to their absolute positions, values unchanged.
 
     PLACED: keys stand where the key map of their part says.
-    KEY_BITS: the pages are quantised. `keys` are then their records, and `values` the same as
-    float16.
+    CODED: the pages have codes of eight bits. What is gathered is codes times their scales.
     """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
@@ -104,12 +101,7 @@ def _gather(
     page = tl.load(page_table + tl.load(page_ats + prompt) + index // PAGE, mask=is_key, other=0)
     page = page.to(tl.int64)
     row = (first_row + place).to(tl.int64) * HEADS + head
-    if KEY_BITS > 0:
-        offset = (index % PAGE)[:, None]
-        record = (keys + page * KEY_N + head * KEY_K)[:, None]
-        halves = (values + (page * KEY_N + head * KEY_K) // 2)[:, None]
-    else:
-        source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
+    source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
     target = rotated + row * DIM
     if PAIRS > 0:
         p = tl.arange(0, PAIRS_2)
@@ -119,47 +111,34 @@ def _gather(
             table_id * num_starts * PAIRS + (position // PAGE * PAIRS)[:, None] + p[None, :],
             table_id * PAGE * PAIRS + (position % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
         )  # fmt: skip
-        if KEY_BITS > 0:
-            one = quantised_keys(
-                record, halves, offset, p[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, WHOLE=False,
-            )  # fmt: skip
-            two = quantised_keys(
-                record, halves, offset, (p + PAIRS)[None, :], is_pair, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, WHOLE=False,
-            )  # fmt: skip
-        else:
-            one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
-            two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
-            one, two = one.to(tl.float32), two.to(tl.float32)
+        one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
+        two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
+        one, two = one.to(tl.float32), two.to(tl.float32)
+        if CODED:
+            scale = tl.load(key_scales + head * DIM + p, mask=p < PAIRS, other=0.0)[None, :]
+            one, two = one * scale, two * scale
         tl.store(target[:, None] + p[None, :], one * cos - two * sin, mask=is_pair)
         tl.store(target[:, None] + (p + PAIRS)[None, :], two * cos + one * sin, mask=is_pair)
     if DIM > 2 * PAIRS:
         e = 2 * PAIRS + tl.arange(0, REST_2)
         is_rest = is_key[:, None] & (e < DIM)[None, :]
-        if KEY_BITS > 0:
-            rest = quantised_keys(
-                record, halves, offset, e[None, :], is_rest, DIM, VALUES, PAGE, KEY_BITS,
-                VALUE_BITS, WHOLE=False,
-            )  # fmt: skip
-        else:
-            rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
+        rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
+        if CODED:
+            scale = tl.load(key_scales + head * DIM + e, mask=e < DIM, other=0.0)
+            rest = rest.to(tl.float32) * scale[None, :]
         tl.store(target[:, None] + e[None, :], rest, mask=is_rest)
     v = tl.arange(0, VALUES_2)
     is_value = is_key[:, None] & (v < VALUES)[None, :]
-    if KEY_BITS > 0:
-        value = quantised_values(
-            record, halves, offset, v[None, :], is_value, DIM, VALUES, PAGE, KEY_BITS, VALUE_BITS,
-            GROUPS, WHOLE=False,
-        )  # fmt: skip
-    else:
-        source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
-        value = tl.load(source[:, None] + v[None, :] * VALUE_V, mask=is_value, other=0.0)
+    source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
+    value = tl.load(source[:, None] + v[None, :] * VALUE_V, mask=is_value, other=0.0)
+    if CODED:
+        scale = tl.load(value_scales + head * VALUES + v, mask=v < VALUES, other=0.0)
+        value = value.to(tl.float32) * scale[None, :]
     tl.store(gathered + row[:, None] * VALUES + v[None, :], value, mask=is_value)
 
 
 def turned(read: LayerRead, queries: QueryRows) -> Tensor:
-    """Rotate the queries of all prompts to their positions, [T, H, D] in the cache's dtype.
+    """Rotate the queries of all prompts to their positions, [T, H, D] in their own dtype.
 
     The arithmetic is float32. The attention factor is included for query and key, because keys
     are stored and gathered without it. So is the factor of the log-n switch.
@@ -167,7 +146,7 @@ def turned(read: LayerRead, queries: QueryRows) -> Tensor:
     _, num_heads, dim = read.query_THD.shape
     query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
     num_tokens = len(queries.row_T)
-    turned_THD = read.keys_NKDO.new_empty(num_tokens, num_heads, dim)
+    turned_THD = query_THD.new_empty(num_tokens, num_heads, dim)
     tensors, pairs = read.tables.device_tensors, read.tables.num_pairs
     heads = heads_at_once(num_heads, dim)
     _turn[(num_tokens, -(-num_heads // heads))](
@@ -194,32 +173,27 @@ def gathered(
     page_table_SN: Tensor,
     tile: int,
     key_maps: tuple[Tensor, Tensor] | None = None,
-    quantised: Records | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gather the rotated keys [C, K, D] and the values [C, K, V] of a group, prompt by prompt.
 
     The keys are without the attention factor, because the query includes it for both.
     `key_maps`: modulus and divisor of each part; None: keys stand at their index.
-    `quantised`: the pages of the table; None: those of `read`, which have the exact numbers.
     """
     num_heads, dim, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
     pairs = read.tables.num_pairs
-    key_CKD = read.keys_NKDO.new_empty(group.num_keys, num_heads, dim)
-    value_CKV = read.values_NKOV.new_empty(group.num_keys, num_heads, value_dim)
-    pages: tuple[Tensor, Tensor] = (read.keys_NKDO, read.values_NKOV)
-    strides, form = (*key_strides(pages[0]), *pages[1].stride()), {}
-    if quantised is not None:
-        pages, strides, form = quantised.pages, quantised.strides, quantised.form
+    key_CKD = read.query_THD.new_empty(group.num_keys, num_heads, dim)
+    value_CKV = read.query_THD.new_empty(group.num_keys, num_heads, value_dim)
     _gather[(len(group.key_tiles_W2), num_heads)](
-        *pages, page_table_SN, key_CKD, value_CKV,
+        read.keys_NKDO, read.values_NKOV, page_table_SN, key_CKD, value_CKV,
+        *scale_tensors(read.scales, key_CKD),
         *read.tables.device_tensors.pages,
         group.key_tiles_W2, group.cu_keys_G1, group.first_key_G, group.page_at_G, group.table_id_G,
         *(key_maps or (group.first_key_G,) * 2), read.tables.starts.cos.shape[1],
-        *strides,
+        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
         HEADS=num_heads, PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
-        PLACED=key_maps is not None, **form,
-        num_warps=_WARPS if quantised is None else _QUANTISED_WARPS,
+        PLACED=key_maps is not None, CODED=read.scales is not None,
+        num_warps=_WARPS,
     )  # fmt: skip
     return key_CKD, value_CKV

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
@@ -112,6 +113,7 @@ class Checkpoint:
     distance: Distance | None = None  # of int8 weights from the stored ones
     rounding: Distance | None = None  # of rounded activations from exact ones
     left_out: tuple[str, ...] = ()  # a sentence for each part of its files that is not used
+    scales: Mapping[int, Scales] = field(default_factory=dict)  # of codes of eight bits, by layer
 
     @property
     def windows(self) -> dict[int, int | None]:
@@ -339,7 +341,7 @@ def prepare_model(
         replace_norms(model)
     paged_prompts = partial(PagedPrompts, model, plans, native, original, states=states)
     prompts = paged_prompts()
-    report, rounding = check(prompts), None
+    report, rounding, scales = check(prompts), None, prompts.scales()
     if activations == "int8":
         if not is_packed:
             raise ModelError("activations: int8 needs compiled kernels, and none serve here")
@@ -372,6 +374,7 @@ def prepare_model(
         states=states,
         rounding=rounding,
         left_out=tuple(rowless.values()),
+        scales=scales,
     )
 
 

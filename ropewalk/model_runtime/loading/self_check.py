@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.eight_bits import Scales, scales_of
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -140,6 +141,14 @@ class PagedPrompts:
     def long_TV(self) -> Tensor:
         """Return the logits of the long prompt alone, in one piece; it runs at the first use."""
         return self.run([self.long(0, LONG_LEN)])
+
+    def scales(self) -> dict[int, Scales]:
+        """Return the scales of codes of eight bits for the keys and values of both prompts."""
+        pairs = {
+            index: plan.rotary_dim // 2 if plan.layer_type is not None else 0
+            for index, plan in self.plans.items()
+        }
+        return {index: scales_of(*self._store.pages(index), num) for index, num in pairs.items()}
 
     @cached_property
     def _plain_runner(self) -> ModelRunner:

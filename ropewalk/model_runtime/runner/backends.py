@@ -8,10 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan, SlotStore
 from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
-from ropewalk.model_runtime.attention.quantised.page_format import ROUNDED, refuse_quantised_on
+from ropewalk.model_runtime.attention.quantised.page_format import (
+    FIXED8,
+    refuse_format_on,
+)
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT
 from ropewalk.model_runtime.errors import ModelError
@@ -89,54 +93,46 @@ def check_windows(layout: CacheLayout, plans: Mapping[int, LayerPlan]) -> None:
 
 
 def new_store(
-    layout: CacheLayout, num_pages: int, device: torch.device, *, num_tails: int = 0
+    layout: CacheLayout,
+    num_pages: int,
+    device: torch.device,
+    *,
+    num_tails: int = 0,
+    scales: Mapping[int, Scales] | None = None,
 ) -> KVCache:
     """Return an empty cache for the device's backend. Raises ModelError.
 
-    `num_tails`: sequences with a page that is not quantised yet, if full pages are.
+    `num_tails`: sequences with a page that is not quantised yet, if full pages are. `scales`: of
+    layers, which the format fixed8 needs.
     """
     layout.check()
+    refuse_format_on(device, layout.format)
     if layout.quantises:
-        return _quantised_store(layout, num_pages, device, num_tails)
-    if layout.format == ROUNDED and device.type != "cpu":
-        raise ModelError(
-            f"kv_cache_dtype {ROUNDED} needs the model on a CPU, and it is on {device}"
-        )
-    own_backend = None
+        return _quantised_store(layout, num_pages, num_tails)
+    own_backend: type[Backend] | None = None
     if layout.rounds and has_cpu_kernels(device):
-        from ropewalk.model_runtime.attention.cpu_backend import (  # noqa: PLC0415
-            RoundedCpuAttention,
-        )
+        from ropewalk.model_runtime.attention import cpu_backend  # noqa: PLC0415  # imports numba
 
-        own_backend = RoundedCpuAttention
+        own_backend = cpu_backend.RoundedCpuAttention
+        if layout.format == FIXED8:
+            own_backend = cpu_backend.EightBitCpuAttention
+    if layout.format == FIXED8:
+        assert scales is not None, "a cache of codes needs their scales"
+        scales = {index: each.of(device) for index, each in scales.items()}
     row_keys = backend_for(device).row_keys
-    return KVCache(layout, num_pages, device, row_keys=row_keys, own_backend=own_backend)
+    return KVCache(
+        layout, num_pages, device, row_keys=row_keys, own_backend=own_backend, scales=scales
+    )
 
 
-def _quantised_store(
-    layout: CacheLayout, num_pages: int, device: torch.device, num_tails: int
-) -> QuantisedCache:
-    refuse_quantised_on(device, layout.format)
-    device_backend = None
-    if has_gpu_kernels(device):
-        from ropewalk.model_runtime.gpu.quantised.backend import (  # noqa: PLC0415  # optional
-            QuantisedTritonAttention,
-        )
-
-        device_backend = QuantisedTritonAttention
+def _quantised_store(layout: CacheLayout, num_pages: int, num_tails: int) -> QuantisedCache:
     if layout.page_size % PAGE_UNIT:
         raise ModelError(
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {layout.format}, got "
             f"{layout.page_size}"
         )
-    return QuantisedCache(
-        layout,
-        num_pages,
-        num_tails=num_tails,
-        has_kernels=has_cpu_kernels(device),
-        device=device,
-        device_backend=device_backend,
-    )
+    has_kernels = has_cpu_kernels(torch.device("cpu"))
+    return QuantisedCache(layout, num_pages, num_tails=num_tails, has_kernels=has_kernels)
 
 
 def described(device: torch.device) -> str:

@@ -34,7 +34,6 @@ from ropewalk.model_runtime.attention.batch import (
     single_rows,
     state_parts,
 )
-from ropewalk.model_runtime.attention.quantised.own_pages import tail_codes
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.state_store import DeviceParts
 from ropewalk.model_runtime.attention.work_list import refill
@@ -51,9 +50,7 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
-# Makes the batch of a recorded step whose rows have tail pages, from the place of their codes.
-WithOwn = Callable[[Batch, Tensor], Batch]
-_FIELDS = 4  # of a sequence's token, before its pages by group of layers, its slots and tail page
+_FIELDS = 4  # of a sequence's token, before its pages by group of layers and its slots
 MOST_RECORDED = 512  # rows
 # That the keys and values which all rows of prompts read in a captured step take by the card's data
 # sheet. The launches of such a step take 24 ms.
@@ -135,7 +132,7 @@ class _Recorded:
     """A captured step of S rows."""
 
     # int64: token, position, offset, rotation table, pages of groups, slots to read and to write of
-    # a model with states, tail page of a cache that quantises
+    # a model with states
     numbers_FS: Tensor
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     pages: PageTable  # the host's copy of the batch's page table
@@ -161,7 +158,6 @@ class DecodeGraphs:
     `forward`: returns the logits [R, V] of a batch in any dtype, and never waits for the device.
     `num_groups`: of layers, with a page each.
     `has_states`: the model has layers with states. Padding reads zeros there, and writes nothing.
-    `with_own`: of a cache that quantises pages, whose tail page `spare_tail` no sequence holds.
     """
 
     def __init__(
@@ -174,16 +170,12 @@ class DecodeGraphs:
         page_size: int,
         num_groups: int = 1,
         has_states: bool = False,
-        with_own: WithOwn | None = None,
-        spare_tail: int = 0,
     ) -> None:
         self._num_groups = num_groups
         self._has_states = has_states
         slots = _FIELDS + num_groups
         self._slots = slice(slots, slots + 2 * has_states)  # the rows of slots to read and write
-        self._with_own = with_own
-        self._spare_tail = spare_tail
-        self._num_fields = self._slots.stop + (with_own is not None)
+        self._num_fields = self._slots.stop
         self._forward = forward
         self._tables = tables
         self._page_size = page_size
@@ -312,9 +304,6 @@ class DecodeGraphs:
             slots_2S = numbers_FS[self._slots]
             slots_2S[:] = NO_SLOT
             slots_2S[:, :num_there] = state_parts((0, span.states) for span in spans)[:, 2:].T
-        if self._with_own is not None:
-            numbers_FS[-1] = tail_codes(self._spare_tail)
-            numbers_FS[-1, :num_there] = [tail_codes(span.tail_page) for span in spans]
         return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
@@ -353,9 +342,6 @@ class DecodeGraphs:
             page_GT=None if num_groups == 1 else page_GS,
             device_parts=parts,
         )
-        if self._with_own is not None:
-            numbers_FS[-1] = tail_codes(self._spare_tail)
-            batch = self._with_own(batch, numbers_FS[-1])
         pages = PageTable(size, num_pages * num_groups, self._limits.spare_page)
         try:
             logits_RV, replay = self._record(lambda: self._in_one_place(self._forward(batch)))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -24,7 +24,6 @@ from ropewalk.model_runtime.attention.paged_attention import (
     SlotStore,
     StateCall,
 )
-from ropewalk.model_runtime.attention.quantised.cache import QuantisedCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
@@ -55,13 +54,6 @@ if TYPE_CHECKING:
 
 
 _log = structlog.get_logger(__name__)
-
-
-def _recorded_own(store: KVCache) -> dict[str, Any]:
-    """Return the arguments of DecodeGraphs for a cache that quantises; its last page is spare."""
-    if not isinstance(store, QuantisedCache):
-        return {}
-    return {"with_own": store.with_recorded_own, "spare_tail": store.num_tails - 1}
 
 
 class ModelRunner:
@@ -222,7 +214,6 @@ class ModelRunner:
             page_size=self._page_size,
             num_groups=self._store.num_groups,
             has_states=self._states is not None,
-            **_recorded_own(self._store),
         )
         try:
             num_recorded = graphs.record_all()

@@ -146,11 +146,12 @@ class CacheSettings(Section):
         flags=("--max-total-tokens",),
         ge=1,
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] = setting(
+    kv_cache_dtype: Literal["auto", "bfloat16", "fixed8", "int8", "k8v4", "int4"] = setting(
         "auto",
-        "Number type of the KV cache. auto is --dtype. bfloat16 rounds keys and values of a model "
-        "in float32, on a CPU. int8, k8v4 (keys in eight bits, values in four) and int4 quantise "
-        "full pages, and change answers a little.",
+        "Number type of the KV cache. auto is --dtype. fixed8 is integers of eight bits with fixed "
+        "scales. On a CPU, bfloat16 rounds keys and values of a model in float32, and int8, k8v4 "
+        "(keys in eight bits, values in four) and int4 quantise full pages. All change answers a "
+        "little.",
         unit="name",
     )
     kv_disk: Path | None = setting(

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.checkpoints.tiny_models import tiny_model
@@ -24,6 +23,7 @@ from tests.compilations import CHOSEN
 from tests.doubles.tokens import byte_tokenizer
 from tests.gpu_targets import CARDS
 from tests.oracles.attention_cases import Case, Laid, cases, relative_error, tolerance
+from tests.oracles.eight_bit_reads import in_codes
 from tests.sampling import sampled
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
@@ -104,6 +104,34 @@ def test_tokens_are_written_to_their_places(dtype: torch.dtype, *, row_keys: boo
     for backend in (TorchAttention, TritonAttention):
         pages = laid.read.keys_NKDO.clone().zero_(), laid.read.values_NKOV.clone().zero_()
         backend(laid.batch).write(*pages, key_TKD, value_TKV)
+        written.append(pages)
+    for reference, own in zip(*written, strict=True):
+        assert torch.equal(reference, own)
+        assert bool(own.any())
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "all, bf16"])
+def test_a_read_of_codes_equals_float64_over_what_they_stand_for(name: str) -> None:
+    """Codes are multiplied as float16, which rounds queries, rotated keys and probabilities."""
+    laid, read = in_codes(cases()[name], DEVICE)
+    expected = laid.expected()
+    most = 1e-3 if laid.case.dtype == torch.float32 else tolerance(laid.case, DEVICE)
+    assert relative_error(TritonAttention(laid.batch).read(read), expected) < most
+    assert relative_error(laid.exact, expected) > 2 * most
+
+
+def test_codes_are_written_as_torch_rounds_them() -> None:
+    """Numbers between, half-way and beyond codes, and NaN."""
+    laid, read = in_codes(Case(heads=(6, 3), dims=(24, 40), dtype=torch.float32), DEVICE)
+    numbers = torch.randn(len(read.query_THD), 3, 64) * 4
+    numbers[::3] = (numbers[::3] * 16).round() / 32  # half-way between codes under some scales
+    numbers[1::5] *= 1000
+    numbers[7, 1, 5], numbers[8, 2, 60] = torch.nan, -torch.inf
+    written = []
+    for backend in (TorchAttention, TritonAttention):
+        pages = torch.zeros_like(read.keys_NKDO), torch.zeros_like(read.values_NKOV)
+        key_TKD, value_TKV = numbers.to(DEVICE).split([24, 40], -1)
+        backend(laid.batch).write(*pages, key_TKD, value_TKV, read.scales)
         written.append(pages)
     for reference, own in zip(*written, strict=True):
         assert torch.equal(reference, own)
@@ -205,13 +233,11 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
     compared with Triton's own.
     """
     lines = outside("tests.compilations")
-    assert len(lines) == len(CHOSEN) + 3
+    assert len(lines) == len(CHOSEN) + 2
     for line in lines:
         assert line["serving"] == {}, line
         assert line["direct"] == line["launches"] > 100, line
-        is_quantised = line["architecture"].startswith("quantised")
-        written = {"_write", "_quantise"} if is_quantised else {"_put"}
-        assert {*written, "_decode", "_merge"} <= set(line["warm_up"])
+        assert {"_put", "_decode", "_merge"} <= set(line["warm_up"])
 
 
 @pytest.mark.long
@@ -228,17 +254,14 @@ def test_the_kernels_compile_for_a_card(capability: int) -> None:
     assert {kernel for case, kernel in compiled if case == "chunks"} == placed
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
-    # In `int4` a thread holds the parameters of both halves of a page.
-    most = {f"quantised, all, {kind}": 24 for kind in FORMATS} | {"quantised, rerope, int4": 160}
     narrow = [line for line in lines if "wide" not in line["case"]]
-    assert all(line["stack_bytes"] <= most.get(line["case"], 16) for line in narrow)
+    assert all(line["stack_bytes"] <= 16 for line in narrow)
     assert all(line["stack_bytes"] <= 512 for line in lines)
-    for kind in FORMATS:
-        case = f"quantised, all, {kind}"
-        quantised = (placed - {"_put"}) | {"_write", "_quantise", "_attend"}
-        assert {kernel for name, kernel in compiled if name == case} == quantised
+    codes = {kernel for case, kernel in compiled if case == "as served, codes"}
+    assert codes == every | {"_place"}
+    registers = {line["case"]: line["registers"] for line in lines if line["kernel"] == "_decode"}
+    assert registers["as served, codes"] <= registers["as served"]
     states = {"_convolve", "_keep", "_delta", "_norm_and_gate"}
     assert {kernel for case, kernel in compiled if case.startswith("states")} == states
-    assert all(line.get("approximate", []) == [] for line in lines)
     assert all(line.get("waits", True) for line in lines)
     check_room(lines, capability)

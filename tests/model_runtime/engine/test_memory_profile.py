@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -113,9 +112,6 @@ def test_captured_steps_share_all_but_page_tables() -> None:
     drafting = replace(CONFIG, max_draft_tokens=7)  # decodes of 8, 16, 24, 32 and 40 rows, not of 5
     own_bytes = 4 * (40 * 2048 + (127 + 64 + 96 + 128 + 150) * 13) + 12 * GRAPH_BYTES
     assert graphs_bytes(1000, drafting, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
-    quantised = replace(CONFIG, kv_cache_dtype="int8")  # whose prompts are not rows of such a step
-    own_bytes = 4 * (5 * 2048 + 12 * 13) + 4 * GRAPH_BYTES
-    assert graphs_bytes(1000, quantised, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -255,34 +251,6 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
     spy_on_every_runner(monkeypatch, note)
     measured(embedded, CONFIG, StillMeter(free=free))
     assert set(lens) == {context_len}
-
-
-@pytest.mark.costly
-def test_a_step_over_quantised_pages_has_tail_pages_and_longer_contexts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tail pages of all sequences are in the peak; few bits hold more tokens in the same memory."""
-    checkpoint, grown, lens = tiny_checkpoint("llama"), [], []
-    few = {"kv_cache_dtype": "int4", "page_size": 32}
-    for limits in ({"page_size": 32}, few):
-        taken = []
-        for num in (5, 25):
-            with TensorMeter() as meter:
-                config = replace(CONFIG, max_num_seqs=num, **limits)
-                taken.append(measured(checkpoint, config, meter).step_bytes)
-        grown.append(taken[1] - taken[0])
-    num_bytes = checkpoint.cache_layout(32, "int4").tail_bytes
-    assert grown[1] - grown[0] >= 19 * num_bytes
-
-    def note(spans: Sequence[Span], _: Tensor) -> None:
-        lens.append(max(span.first_position + len(span.token_ids) for span in spans))
-
-    spy_on_every_runner(monkeypatch, note)
-    total = int(70 * checkpoint.cache_layout(32, "auto").token_bytes / 0.9)
-    device = SimpleNamespace(reset=lambda: None, read=lambda: Reading(total, total, 0, 0, 0))
-    for limits in ({"page_size": 32}, few):
-        measured(checkpoint, replace(CONFIG, **limits), device)
-    assert {min(lens), max(lens)} == {64, 200}
 
 
 def test_a_step_without_memory_is_a_sentence(

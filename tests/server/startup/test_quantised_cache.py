@@ -117,27 +117,27 @@ def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) 
             plans(settings)
 
 
-def test_a_gpu_quantises_pages_and_rounds_none(embedded: Checkpoint) -> None:
-    """The parts of a plan for a GPU are counted as on a CPU."""
-    steps = {"max_num_seqs": "32", "max_num_batched_tokens": "2048"}
-    settings = load_settings({"kv_cache_dtype": "int4", "kv_cache_gib": "1", **steps})
+def test_eight_bits_are_the_other_format_of_a_gpu(embedded: Checkpoint) -> None:
+    """A plan for a GPU has the bytes of one for a CPU, a quarter of float32."""
+    settings = load_settings({"kv_cache_dtype": "fixed8", "kv_cache_gib": "1"})
     plans = [
         plan_serving(settings, _facts(settings, embedded, gpu_bytes=total))
         for total in (80 * GIB, None)
     ]
     assert plans[0].cache_parts == plans[1].cache_parts
-    assert list(plans[0].cache_parts) == ["pages", "open", "stage"]
+    assert list(plans[0].cache_parts) == ["pages"]
     assert describe(plans[0])[-1] == describe(plans[1])[-1]
-    settings = load_settings({"kv_cache_dtype": "bfloat16"})
-    with pytest.raises(SettingsError, match="on a GPU it must be auto, int8, k8v4, int4"):
-        plan_serving(settings, _facts(settings, embedded, gpu_bytes=80 * GIB))
+    assert describe(plans[1])[-1] == (
+        "    format         fixed8, 11520 bytes a token (auto: 46080); scales are those of the "
+        "self-check's text"
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "q8_0"])
 def test_names_of_other_servers_are_refused(name: str) -> None:
     """Their numbers differ, so they are no aliases."""
     with pytest.raises(
-        SettingsError, match="kv_cache_dtype: must be auto, bfloat16, int8, k8v4 or int4"
+        SettingsError, match="kv_cache_dtype: must be auto, bfloat16, fixed8, int8, k8v4 or int4"
     ):
         load_settings({"kv_cache_dtype": name})
 

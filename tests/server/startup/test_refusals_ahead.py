@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropewalk.model_runtime.attention.quantised.page_format import refuse_quantised_on
+from ropewalk.model_runtime.attention.quantised.page_format import refuse_format_on
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.kv_disk.files.page_file import HEADER_BYTES
 from ropewalk.model_runtime.engine.memory.machine_memory import MachineMemory
@@ -156,7 +156,7 @@ def test_replicas_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         checked(load_settings({"replicas": "2"}))
 
 
-@pytest.mark.parametrize("kind", ["auto", "int8", "k8v4"])
+@pytest.mark.parametrize("kind", ["auto", "fixed8", "k8v4"])
 def test_the_plan_knows_the_bytes_of_a_page(
     embedded: Checkpoint, kind: str, tmp_path: Path
 ) -> None:
@@ -196,7 +196,15 @@ def test_host_memory_of_a_gpu_is_looked_at_before_the_load(
     plan_layout(settings, model_facts(settings, embedded.native, 8, **larger))
 
 
-def test_a_device_without_kernels_quantises_no_pages() -> None:
-    refuse_quantised_on(torch.device("cpu"), "int8")
-    with pytest.raises(ModelError, match="int8 needs the model on a CPU or on a GPU with triton"):
-        refuse_quantised_on(torch.device("xpu"), "int8")
+@pytest.mark.parametrize(
+    ("device", "kind", "told"),
+    [
+        *(("cuda", each, "on a GPU it must be auto or fixed8") for each in ("int4", "bfloat16")),
+        ("xpu", "fixed8", "fixed8 needs the model on a CPU or on a GPU with triton"),
+    ],
+)
+def test_a_device_without_kernels_has_no_such_pages(device: str, kind: str, told: str) -> None:
+    refuse_format_on(torch.device("cpu"), kind)
+    refuse_format_on(torch.device(device), "auto")
+    with pytest.raises(ModelError, match=told):
+        refuse_format_on(torch.device(device), kind)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache, zeros
-from ropewalk.model_runtime.attention.quantised.own_pages import LayerPages, OwnPages, own_pages
+from ropewalk.model_runtime.attention.quantised.own_pages import LayerPages, own_pages
 from ropewalk.model_runtime.attention.quantised.page_format import FORMATS
 from ropewalk.model_runtime.attention.quantised.torch_backend import QuantisedTorchAttention
 
@@ -40,22 +40,18 @@ class QuantisedCache(KVCache):
         *,
         num_tails: int,
         has_kernels: bool = True,
-        device: torch.device = _CPU,
-        device_backend: Any = None,
     ) -> None:
         """Allocate the pages. Raises ModelError if a layer has no such pages.
 
         `has_kernels`: whether the compiled kernels of a CPU read and write them.
-        `device_backend`: the attention backend on another device; it has keys as rows.
         """
         layout.check()
         self._has_kernels = has_kernels
-        self._device_backend = device_backend
-        self.row_keys = device_backend is not None
-        self.device = device
+        self.row_keys = False
         self.num_tails = num_tails
         self.form = FORMATS[layout.format]
-        self.layout = layout
+        self.layout, self.dtype = layout, layout.number_type
+        self._scales = {}
         self._pages = {}
         self.most_numbers = 0
         shared: dict[int, Tensor] = {}  # by the place of a layer in a page
@@ -63,16 +59,14 @@ class QuantisedCache(KVCache):
             num_heads, (_, place) = layer.num_key_heads, self.places[index]
             if place not in shared:
                 shape = num_pages, num_heads, self.form.record_bytes(layer, self.page_size)
-                shared[place] = zeros(shape, torch.uint8, device)
+                shared[place] = zeros(shape, torch.uint8, _CPU)
             numbers = self.page_size * (layer.key_dim + layer.value_dim)
-            tails = zeros((num_tails, num_heads, numbers), self.dtype, device)
+            tails = zeros((num_tails, num_heads, numbers), self.dtype, _CPU)
             self._pages[index] = shared[place], tails
             self.most_numbers = max(self.most_numbers, num_heads * numbers)
 
     def own_backend(self) -> Any:
         """Return the backend of quantised pages."""
-        if self._device_backend is not None:
-            return self._device_backend
         if not self._has_kernels:
             return QuantisedTorchAttention
         from ropewalk.model_runtime.attention.quantised.cpu_backend import (  # noqa: PLC0415  # numba
@@ -84,12 +78,6 @@ class QuantisedCache(KVCache):
     def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:
         """Return the batch of the spans with the own page of each token."""
         return replace(batch, own_pages=own_pages(spans, self))
-
-    def with_recorded_own(self, batch: Batch, own_T: Tensor) -> Batch:
-        """Return the batch of a recorded decode step, which reads the codes of own pages there."""
-        staged = torch.empty(0, self.most_numbers, dtype=self.dtype, device=self.device)
-        own = OwnPages(np.zeros(len(own_T), np.int64), (), staged, self, own_T)
-        return replace(batch, own_pages=own)
 
     def sides(self, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """Return the sizes of a layer's records, as the kernels take them."""

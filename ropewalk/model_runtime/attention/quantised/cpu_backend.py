@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.quantised.own_pages import LayerPages, OwnPages
 from ropewalk.model_runtime.attention.ranged_sequences import RangedSequences
@@ -48,7 +49,12 @@ class QuantisedCpuAttention(CpuAttention):
         return ACCESS
 
     def write(
-        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,  # noqa: ARG002  # these pages hold their own
     ) -> None:
         """Write keys and values; the first two tensors are a layer's quantised and tail pages."""
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))

@@ -39,7 +39,6 @@ class OwnPages:
     copies_C2: tuple[tuple[int, int], ...]  # tail pages that the step leaves, and their stages
     staged: Tensor  # numbers of all staged pages of the layer with the most, [G, K * E]
     store: "QuantisedCache"
-    recorded_T: Tensor | None = None  # in place of own_T, where a recorded step reads it
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Return whether each token's page is a tail page, [T], and its number, [T].
@@ -73,7 +72,7 @@ def own_pages(spans: Sequence[Span], store: "QuantisedCache") -> OwnPages:
         if first_page < last_page and first % page_size:
             copies.append((span.tail_page, num_staged))
         num_staged += last_page - first_page
-    staged = torch.empty(num_staged, store.most_numbers, dtype=store.dtype, device=store.device)
+    staged = torch.empty(num_staged, store.most_numbers, dtype=store.dtype)
     return OwnPages(np.concatenate(own), tuple(copies), staged, store)
 
 

@@ -74,6 +74,7 @@ FORMATS = {
 }
 EXACT = "auto"  # numbers of the served dtype, as they were written
 ROUNDED = "bfloat16"  # numbers of two bytes, rounded at the write
+FIXED8 = "fixed8"  # numbers of one byte with fixed scales (attention/eight_bits.py)
 
 
 def quantises(kv_cache_dtype: str) -> bool:
@@ -81,9 +82,16 @@ def quantises(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype in FORMATS
 
 
-def refuse_quantised_on(device: Device, name: str) -> None:
+def refuse_format_on(device: Device, name: str) -> None:
     """Raise ModelError if no kernels of the format `name` serve the device."""
-    if device.type != "cpu" and not has_gpu_kernels(device):
+    if device.type == "cpu" or name == EXACT:
+        return
+    if name != FIXED8:
+        raise ModelError(
+            f"kv_cache_dtype {name} needs the model on a CPU, and it is on {device}: on a GPU it "
+            f"must be {EXACT} or {FIXED8}"
+        )
+    if not has_gpu_kernels(device):
         raise ModelError(
             f"kv_cache_dtype {name} needs the model on a CPU or on a GPU with triton, and it is on "
             f"{device}"

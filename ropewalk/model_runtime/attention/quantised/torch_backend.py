@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place, Span, build_batch
+from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.quantised.own_pages import OwnPages
 from ropewalk.model_runtime.attention.quantised.page_format import key_parts
@@ -37,7 +38,12 @@ class QuantisedTorchAttention(TorchAttention):
         self._is_tail_T, self._place_T = self._own.places()
 
     def write(
-        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+        self,
+        keys_NKDO: Tensor,
+        values_NKOV: Tensor,
+        key_TKD: Tensor,
+        value_TKV: Tensor,
+        scales: Scales | None = None,  # noqa: ARG002  # these pages hold their own
     ) -> None:
         """Write keys and values; the first two tensors are a layer's quantised and tail pages."""
         records_NKR, tail_XKE = keys_NKDO, values_NKOV

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float32]
-Numbers: TypeAlias = NDArray[np.float32 | np.uint16]  # uint16: the bits of bfloat16
+Numbers: TypeAlias = NDArray[np.float32 | np.uint16 | np.int8]  # bits of bfloat16; codes
 Ints: TypeAlias = NDArray[np.int64]
 
 # A kernel is compiled for one type of each field, so what is absent has that type, too.

@@ -26,6 +26,8 @@ def plain_check(dtype: str) -> IsFinite:
     """Return the check of pages that hold numbers of a type."""
 
     def is_finite(page: Bytes) -> bool:
+        if dtype == "int8":  # each code is a number
+            return True
         if dtype == "float32" and np.isfinite(np.add.reduce(page.view(np.float32))):
             return True  # a sum has no such number if no summand has; a finite sum may overflow
         bits = page.view(np.uint32) if dtype == "float32" else page.view(np.uint16)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ropewalk.model_runtime.attention.eight_bits import digest_of
+from ropewalk.model_runtime.attention.quantised.page_format import FIXED8
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
@@ -59,6 +61,7 @@ def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, objec
     return {
         "dtype": dtype_name(checkpoint.dtype),
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_scales": digest_of(checkpoint.scales) if config.kv_cache_dtype == FIXED8 else None,
         "page_size": config.page_size,
         "layers": [
             [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]

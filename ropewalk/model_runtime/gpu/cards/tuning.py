@@ -48,7 +48,12 @@ class Sizes(NamedTuple):
     @property
     def tile(self) -> int:
         """Return the number of keys that a program holds at once."""
-        return tile_len(TILE, max(self.dim, self.value_dim), self.dtype)
+        return tile_len(TILE, max(self.dim, self.value_dim), self.multiplied)
+
+    @property
+    def multiplied(self) -> torch.dtype:
+        """Return the type in which keys and values are multiplied."""
+        return torch.float16 if self.dtype == torch.int8 else self.dtype
 
 
 def sizes_of(read: LayerRead) -> Sizes:
@@ -89,4 +94,4 @@ def shared_bytes(sizes: Sizes, num_stages: int) -> int:
     loaded = tile * ((2 * pairs + rest + padded(sizes.value_dim)) * size + 8)
     operands = pairs * (tile + 2 * rows) + (rest + tile) * rows
     in_flight = max(1, (num_stages - 1) // 2)
-    return in_flight * (loaded + 16 * pairs) + operands * size
+    return in_flight * (loaded + 16 * pairs) + operands * sizes.multiplied.itemsize

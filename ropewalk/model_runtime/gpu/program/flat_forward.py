@@ -25,6 +25,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
 )
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import Launches
+from ropewalk.model_runtime.gpu.primitives import scale_tensors
 from ropewalk.model_runtime.gpu.program.launches import Launch, Layout, Run, launches_of, lay_out
 from ropewalk.model_runtime.gpu.program.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedContext
@@ -180,7 +181,8 @@ class FlatForward:
         if kind is None or type(backend) is not TritonAttention:
             call = self._call(source, each.reads, memory)
             return _rows(step.attend(layer, call))
-        tensors = (*step.store.pages(layer), source.call.sinks_H)
+        scales = step.store.scales(layer)
+        tensors = (*step.store.pages(layer), source.call.sinks_H, *scale_tensors(scales))
         before = noted.get((backend, *kind))
         if before is not None and before.launches.can_repeat:
             before.launches.repeat(before.tensors, tensors)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ropewalk.model_runtime.attention.quantised.page_format import ROUNDED
+from ropewalk.model_runtime.attention.quantised.page_format import FIXED8, ROUNDED
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
@@ -209,6 +209,11 @@ def _format_lines(plan: ServingPlan) -> list[str]:
                 "keys and values are rounded when they are written"
             )
         return [f"    format         {text}"]
+    if layout.format == FIXED8:
+        return [
+            f"    format         {FIXED8}, {layout.token_bytes} bytes a token (auto: "
+            f"{layout.exact_bytes}); scales are those of the self-check's text"
+        ]
     if not layout.quantises:
         return []
     parts = part_bytes(layout, plan.config)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.quantised.page_format import refuse_quantised_on
+from ropewalk.model_runtime.attention.quantised.page_format import refuse_format_on
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.memory.cache_size import (
     MemoryProfile,
@@ -37,8 +37,7 @@ def facts_ahead(
     form = settings.page_size, settings.kv_cache_dtype
     layout = outline.cache_layout(*form, settings.tensor_parallel_size)
     layout.check()
-    if layout.quantises:
-        refuse_quantised_on(outline.device, layout.format)
+    refuse_format_on(outline.device, layout.format)
     read = outline.native(), layout, outline.windows()
     return _facts(settings, outline.device, read, host, rank_bytes)
 

@@ -10,9 +10,6 @@ from typing import Any
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.quantised.page_format import (
-    EXACT,
-    FORMATS,
-    ROUNDED,
     most_staged,
 )
 from ropewalk.model_runtime.config import EngineConfig, lower_store_setting, with_slots
@@ -113,11 +110,6 @@ def plan_layout(
     Raises SettingsError or ModelError for all that is refused whatever the size of the cache is.
     """
     _refuse_lower_store(settings, facts)
-    if settings.kv_cache_dtype == ROUNDED and facts.is_on_gpu:
-        raise SettingsError(
-            f"kv_cache_dtype {ROUNDED} needs the model on a CPU; on a GPU it must be "
-            f"{', '.join((EXACT, *FORMATS))}"
-        )
     deployments = plan_deployments(settings, facts.native)
     refuse_releases(profiles_of(deployments), facts.native.tables)
     longest = max(each.max_len for each in deployments)

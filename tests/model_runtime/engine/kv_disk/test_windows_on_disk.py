@@ -30,7 +30,12 @@ from tests.doubles.engines import (
 from tests.model_runtime.engine.kv_disk.disk_engines import PROMPT, Server, files, with_weights
 
 # Layers of both kinds, and of one.
-CASES = [("gemma3_text", "auto"), ("gemma3_text", "int4"), ("mistral", "k8v4")]
+CASES = [
+    ("gemma3_text", "auto"),
+    ("gemma3_text", "fixed8"),
+    ("gemma3_text", "int4"),
+    ("mistral", "k8v4"),
+]
 PAGE, WINDOW = 32, 40
 YARN = {"rope_type": "yarn", "factor": 4.0}
 SECRET = 1234.5

@@ -22,9 +22,11 @@ _MAGIC = b"RWKVPAGE"
 _FIELDS = struct.Struct("<8sHHI32s32sIIIQI")
 _SUM = struct.Struct("<I")
 _KEYS_BY_TOKEN = 1  # flag: the numbers of one key lie together, else those of one dimension
-# Cached numbers as they are, then quantised pages by their format. 5 was another k8v4, 6 another
-# int4.
-NUMBER_FORMATS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4, "k8v4": 7, "int4": 8}
+# Cached numbers as they are, then quantised pages by their format, then codes with fixed scales. 5
+# was another k8v4, 6 another int4.
+NUMBER_FORMATS = {
+    "float32": 1, "bfloat16": 2, "float16": 3, "int8": 4, "k8v4": 7, "int4": 8, "fixed8": 9,
+}  # fmt: skip
 
 # Why a file is not used. `unreadable`: the system did not read it, which says nothing about its
 # content. `unreachable`: a store on the network gave no answer, or an error. `slow`: its deadline
