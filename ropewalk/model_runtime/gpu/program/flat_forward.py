@@ -129,9 +129,8 @@ class FlatForward:
         if not isinstance(every, PagedContext) or every.state_calls is not None:
             return self.own_forward(*arguments, **named)
         result_RC = self._run(self._embed(named["input_ids"])[0], every, pruned, rows_R)
-        rows = named["logits_to_keep"]
-        if len(rows) != len(result_RC):
-            result_RC = result_RC.index_select(0, rows)
+        # Also if there are as many: those of a captured step may be in any order.
+        result_RC = result_RC.index_select(0, named["logits_to_keep"])
         logits_RV = result_RC.new_empty(len(result_RC), self._num_logits)
         self._head.run(logits_RV, result_RC)
         results = [logits_RV[None]]
