@@ -32,6 +32,7 @@ from ropewalk.model_runtime.request import FinishReason, SamplingParams
 from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.prompt_graphs import LEAST_TOKENS, prompt_sizes
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
@@ -285,7 +286,9 @@ def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
     runner = build_engine(on_gpu, config, profiles=profiles)._core._runner
     assert isinstance(runner, ModelRunner)
     assert runner._graphs is not None
-    assert sorted(runner._graphs._recorded) == recorded_sizes(3, config.max_prompt_rows)
+    assert sorted(runner._graphs._recorded) == recorded_sizes(3, LEAST_TOKENS)
+    assert runner._prompt_graphs is not None
+    assert sorted(runner._prompt_graphs._captured) == prompt_sizes(config.max_num_batched_tokens)
 
 
 def test_no_request_waits_for_a_compilation(

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 
 if TYPE_CHECKING:
+    from ropewalk.model_runtime.attention.prompt_groups import PaddedPrompts
     from ropewalk.model_runtime.attention.quantised.own_pages import OwnPages
     from ropewalk.model_runtime.attention.state_store import DeviceParts
 
@@ -79,6 +80,7 @@ class Batch:
     # Of all groups of layers; the fields of these names are of the first. None: there is one group.
     page_table_GSN: Tensor | None = None
     page_GT: Tensor | None = None
+    prompts: "PaddedPrompts | None" = None  # of a captured step; None: those in the places
 
     def of_group(self, group: int) -> "Batch":
         """Return the batch with the pages of another group of layers than the first."""
@@ -160,6 +162,16 @@ class PageTable:
         self._num_used = len(self._rows)
 
 
+def places_of(spans: Sequence[Span]) -> tuple[Place, ...]:
+    """Return the places of sequences one after the other."""
+    num_tokens_S = [len(span.token_ids) for span in spans]
+    begins = [0, *accumulate(num_tokens_S)]
+    return tuple(
+        Place(begin, num_tokens, span.first_position, span.table_id)
+        for begin, num_tokens, span in zip(begins, num_tokens_S, spans, strict=False)
+    )
+
+
 def build_batch(
     spans: Sequence[Span], page_size: int, device: torch.device, num_groups: int = 1
 ) -> Batch:
@@ -168,12 +180,9 @@ def build_batch(
     It makes few numpy calls. After a forward, their code is not in the processor's cache, and
     fetching it takes longer than the work of a decode step.
     """
-    num_tokens_S = [len(span.token_ids) for span in spans]
+    places = places_of(spans)
+    num_tokens_S = [place.num_tokens for place in places]
     begin_S1 = [0, *accumulate(num_tokens_S)]
-    places = tuple(
-        Place(begin, num_tokens, span.first_position, span.table_id)
-        for begin, num_tokens, span in zip(begin_S1, num_tokens_S, spans, strict=False)
-    )
     positions = [
         range(each.first_position, each.first_position + each.num_tokens) for each in places
     ]

@@ -9,6 +9,7 @@ Shapes: T = packed query tokens, G = prompts of a group, W = tiles.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
-from ropewalk.model_runtime.transfer import on_device
+from ropewalk.model_runtime.transfer import fill, on_device
 from ropewalk.rope import KeyMap
 
 Ints = NDArray[np.integer[Any]]
@@ -94,6 +95,7 @@ class PromptGroup:
     table_id_G: Tensor  # int32
     token_tiles_W2: Tensor  # int32, tiles of query tokens
     key_tiles_W2: Tensor  # int32, tiles of keys
+    is_padded: bool = False  # numbers of tokens, prompts and keys are those of a captured step
 
 
 class Prompts:
@@ -119,9 +121,7 @@ class Prompts:
     def queries(self) -> QueryRows:
         """Return the places of all query tokens."""
         parts = [Part.whole(index, place, None) for index, place in self._places]
-        table_id_T = np.repeat([each.table_id for each in parts], [each[2] for each in parts])
-        numbers = (rows_of(parts), positions_of(parts), table_id_T)
-        return QueryRows(*together_on_device(numbers, self._device))
+        return QueryRows(*together_on_device(_query_numbers(parts), self._device))
 
     def groups(self, window: int | None, tile: int) -> list[PromptGroup]:
         """Return the groups of a layer with this window; `tile`: rows that a program takes.
@@ -159,35 +159,152 @@ def group_of(
     parts: Sequence[Part], mask: Mask, tile: int, table_width: int, device: torch.device
 ) -> PromptGroup:
     """Return the group of these parts, with its numbers on the device by one transfer."""
-    num_tokens_G, num_keys_G = (
-        np.array([getattr(part, name) for part in parts]) for name in ("num_tokens", "num_keys")
+    num_keys_G = [part.num_keys for part in parts]
+    return PromptGroup(
+        mask,
+        sum(num_keys_G),
+        max(part.num_tokens for part in parts),
+        max(num_keys_G),
+        *together_on_device(_group_numbers(parts, tile, table_width), device),
     )
-    numbers = (
+
+
+def _group_numbers(parts: Sequence[Part], tile: int, table_width: int) -> tuple[Ints, ...]:
+    """Return the numbers of a group's tensors, in the order of its fields."""
+
+    def each(name: str) -> Ints:
+        return np.array([getattr(part, name) for part in parts], dtype=np.int64)
+
+    num_tokens_G, num_keys_G = each("num_tokens"), each("num_keys")
+    return (
         rows_of(parts),
         _cumulative(num_tokens_G),
         _cumulative(num_keys_G),
-        np.array([part.first_key for part in parts]),
-        np.array([part.sequence for part in parts]) * table_width,
-        np.array([part.table_id for part in parts]),
+        each("first_key"),
+        each("sequence") * table_width,
+        each("table_id"),
         _tiles(num_tokens_G, tile)[::-1],  # a part's last tokens see the most keys
         _tiles(num_keys_G, tile),
     )
-    return PromptGroup(
-        mask,
-        int(num_keys_G.sum()),
-        int(num_tokens_G.max()),
-        int(num_keys_G.max()),
-        *together_on_device(numbers, device),
+
+
+class PaddedPrompts:
+    """The prompts of captured steps: lists at fixed addresses, which are filled again.
+
+    They have room for some prompts with so many tokens and gathered keys together. Padding is a row
+    or a tile of -1, or a prompt without tokens. Smaller steps have the first part of the lists.
+    """
+
+    def __init__(
+        self, num_tokens: int, num_prompts: int, num_keys: int, width: int, device: torch.device
+    ) -> None:
+        """Take the room. `width`: of the page table."""
+        self._room = num_tokens, num_prompts, num_keys
+        self._num_tokens, self._num_prompts = num_tokens, num_prompts
+        self._width, self._device = width, device
+        self._parts: list[tuple[int, Place]] = []
+        # By window and tile, None: of the queries. The numbers in one tensor, and views of it.
+        self._made: dict[tuple[int, int] | None, tuple[Tensor, list[Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return self._num_prompts
+
+    def of_size(self, num_tokens: int, num_prompts: int) -> Self:
+        """Return the lists of a smaller step, in the same memory."""
+        other = copy(self)
+        other._num_tokens, other._num_prompts = num_tokens, num_prompts  # noqa: SLF001  # own
+        return other
+
+    def refill(self, prompts: Sequence[tuple[int, Place]]) -> None:
+        """Bring all lists to other prompts: the sequence of each, and its place."""
+        self._parts[:] = prompts
+        for key, (joined, _) in self._made.items():
+            fill(joined, _joined(self._numbers(key))[0])
+
+    @property
+    def queries(self) -> QueryRows:
+        """Return the places of all query tokens."""
+        row_T, position_T, table_id_T = self._lists(None)
+        return QueryRows(*(each[: self._num_tokens] for each in (row_T, position_T, table_id_T)))
+
+    def groups(self, window: int | None, tile: int) -> list[PromptGroup]:
+        """Return the one group of a layer, as `Prompts.groups` does."""
+        row_T, *lists, token_tiles_W2, key_tiles_W2 = self._lists((window or 0, tile))
+        cu_tokens_G1, cu_keys_G1, *of_prompts = lists
+        num_tokens, num_prompts, num_keys = self._num_tokens, self._num_prompts, self._room[2]
+        mask = Mask(window - 1 if window else -1, 0)
+        return [
+            PromptGroup(
+                mask,
+                num_keys,
+                num_tokens,
+                num_keys,
+                row_T[:num_tokens],
+                cu_tokens_G1[: num_prompts + 1],
+                cu_keys_G1[: num_prompts + 1],
+                *(each[:num_prompts] for each in of_prompts),
+                token_tiles_W2[: num_tokens // tile + num_prompts],
+                key_tiles_W2[: num_keys // tile + num_prompts],
+                is_padded=True,
+            )
+        ]
+
+    def _lists(self, key: tuple[int, int] | None) -> list[Tensor]:
+        if key not in self._made:
+            numbers = self._numbers(key)
+            joined, sizes = _joined(numbers)
+            on_it = on_device(joined, self._device)
+            self._made[key] = on_it, _split(on_it, numbers, sizes)
+        return self._made[key][1]
+
+    def _numbers(self, key: tuple[int, int] | None) -> tuple[Ints, ...]:
+        """Return the numbers of a window and a tile, or of the queries, with padding."""
+        num_tokens, num_prompts, num_keys = self._room
+        window, tile = key or (0, 1)
+        parts = [Part.whole(index, place, window or None) for index, place in self._parts]
+        if key is None:
+            return tuple(_padded(each, num_tokens, -1) for each in _query_numbers(parts))
+        rows_T, cu_tokens_G1, cu_keys_G1, *of_prompts, token_tiles, key_tiles = _group_numbers(
+            parts, tile, self._width
+        )
+        return (
+            _padded(rows_T, num_tokens, -1),
+            *(_padded(each, num_prompts + 1, each[-1]) for each in (cu_tokens_G1, cu_keys_G1)),
+            *(_padded(each, num_prompts, 0) for each in of_prompts),
+            _padded(token_tiles, num_tokens // tile + num_prompts, -1),
+            _padded(key_tiles, num_keys // tile + num_prompts, -1),
+        )
+
+
+def _padded(numbers_X: Ints, length: int, padding: int) -> Ints:
+    """Return rows of numbers, followed by rows of padding."""
+    padded_X = np.full((length, *numbers_X.shape[1:]), padding, dtype=np.int64)
+    padded_X[: len(numbers_X)] = numbers_X
+    return padded_X
+
+
+def _query_numbers(parts: Sequence[Part]) -> tuple[Ints, Ints, Ints]:
+    """Return the rows, positions and tables of all query tokens."""
+    table_id_P, num_tokens_P = (
+        np.array([getattr(part, name) for part in parts], dtype=np.int64)
+        for name in ("table_id", "num_tokens")
     )
+    table_id_T = np.repeat(table_id_P, num_tokens_P)
+    return rows_of(parts), positions_of(parts), table_id_T
 
 
 def rows_of(parts: Iterable[Part]) -> Ints:
     """Return the flat rows of the parts' tokens."""
-    return np.concatenate([np.arange(part.num_tokens) + part.begin for part in parts])
+    return _ranges((part.begin, part.num_tokens) for part in parts)
 
 
 def positions_of(parts: Iterable[Part]) -> Ints:
-    return np.concatenate([np.arange(part.num_tokens) + part.first_position for part in parts])
+    return _ranges((part.first_position, part.num_tokens) for part in parts)
+
+
+def _ranges(ranges: Iterable[tuple[int, int]]) -> Ints:
+    every = [np.arange(first, first + count) for first, count in ranges]
+    return np.concatenate(every or [np.empty(0, dtype=np.int64)])
 
 
 def _cumulative(lens_G: Ints) -> Ints:
@@ -208,11 +325,21 @@ def together_on_device(parts: tuple[Ints, ...], device: torch.device) -> list[Te
     Each begins at a multiple of 16 bytes. Triton compiles a kernel again if the alignment of an
     argument changes.
     """
+    joined, sizes = _joined(parts)
+    return _split(on_device(joined, device), parts, sizes)
+
+
+def _joined(parts: tuple[Ints, ...]) -> tuple[NDArray[np.int32], list[int]]:
+    """Return the parts in one array, and the size of each in it."""
     sizes = [-(-part.size // _ALIGNED) * _ALIGNED for part in parts]
     joined = np.zeros(sum(sizes), dtype=np.int32)
     begin = 0
     for part, size in zip(parts, sizes, strict=True):
         joined[begin : begin + part.size] = part.ravel()
         begin += size
-    pieces = on_device(joined, device).split_with_sizes(sizes)
+    return joined, sizes
+
+
+def _split(joined: Tensor, parts: tuple[Ints, ...], sizes: list[int]) -> list[Tensor]:
+    pieces = joined.split_with_sizes(sizes)
     return [piece[: part.size].view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

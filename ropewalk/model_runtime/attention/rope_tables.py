@@ -187,6 +187,11 @@ class RopeTables:
         return tuple(self._ids)
 
     @property
+    def has_methods(self) -> bool:
+        """Return whether a table has a position method."""
+        return any(profile.positions is not None for profile in self._ids)
+
+    @property
     def room(self) -> int:
         """Return the number of tables that have memory."""
         return self._room

@@ -30,6 +30,7 @@ from ropewalk.model_runtime.runner.cuda_graphs import (
     most_prompt_bytes,
 )
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.prompt_graphs import LEAST_TOKENS
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample_rows
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
@@ -79,11 +80,13 @@ def _built(
         if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config, long_prompt_tokens(checkpoint.device))
     if is_captured:
+        num_tokens = captured_tokens(config, profiles, make)
         limits = CaptureLimits(
             config.max_model_len,
             config.max_decode_rows,
             spare_page=config.num_pages,
-            max_prompt_rows=config.max_prompt_rows,
+            max_prompt_rows=captured_rows(config, num_tokens),
+            max_prompt_tokens=num_tokens,
             most_prompt_keys=most_prompt_bytes(checkpoint.device) // layout.exact_bytes,
         )
         runner.capture_graphs(limits, cuda_recorder(checkpoint.device))
@@ -209,6 +212,27 @@ def warm_up(
         # numbers can have other types than those of the layers in one call.
         drafted = StatePart(1, None, 0), StatePart(1, 0, 0, is_draft=True)
         runner.run([Span([0, 0], 0, prompt.pages, table_id, range(2), drafted)])
+
+
+def captured_tokens(
+    config: EngineConfig, profiles: Iterable[Profile], make: Callable[..., ModelRunner]
+) -> int:
+    """Return the most tokens of a captured step whose prompts are no rows (prompt_graphs.py).
+
+    0: there is none, because a part of it is queued.
+    """
+    is_alone = isinstance(make, type)
+    has_methods = any(profile.positions is not None for profile in profiles)
+    return config.max_prompt_rows if is_alone and not has_methods else 0
+
+
+def captured_rows(config: EngineConfig, num_tokens: int) -> int:
+    """Return the most rows of a captured step with prompts as rows; longer ones are no rows.
+
+    `num_tokens`: of `captured_tokens`.
+    """
+    most = config.max_prompt_rows
+    return min(most, LEAST_TOKENS) if num_tokens >= LEAST_TOKENS else most
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

@@ -45,6 +45,8 @@ def _attend(
     """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
+    if prompt < 0:
+        return  # padding of a captured step
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     first_token, first_key = tl.load(cu_tokens + prompt), tl.load(cu_keys + prompt)
     num_tokens = tl.load(cu_tokens + prompt + 1) - first_token

@@ -21,7 +21,7 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
-from ropewalk.model_runtime.attention.prompt_groups import Prompts
+from ropewalk.model_runtime.attention.prompt_groups import PaddedPrompts, Prompts
 from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
@@ -83,7 +83,8 @@ class TritonAttention:
     def __init__(self, batch: Batch) -> None:
         make_current(batch.page_T.device)
         self._batch = batch
-        self._prompts = Prompts(batch)  # of layers whose tables have no position method
+        # Of layers whose tables have no position method.
+        self._prompts: Prompts | PaddedPrompts = batch.prompts or Prompts(batch)
         self._divided: list[tuple[Prompts, PlacedPrompts]] = []  # the others, made at first use
 
     def of_group(self, batch: Batch) -> Self:
@@ -120,7 +121,9 @@ class TritonAttention:
     def read(self, read: LayerRead) -> Tensor:
         """Return the attention of one layer, [T, H, V] in the query's dtype."""
         num_tokens, num_heads, _ = read.query_THD.shape
-        out_THV = torch.empty(
+        # Nothing writes the rows of padding tokens, and what follows computes with them.
+        make = torch.empty if self._batch.prompts is None else torch.zeros
+        out_THV = make(
             num_tokens,
             num_heads,
             read.values_NKOV.shape[-1],

@@ -214,6 +214,8 @@ def _merge(
     sequence, head = tl.load(sequences + tl.program_id(0)), tl.program_id(1)
     first = tl.load(pieces + 2 * sequence)
     num_pieces = tl.load(pieces + 2 * sequence + 1)
+    if num_pieces == 0:
+        return  # padding of a captured step
     if not SUNK and num_pieces == 1:
         return  # the piece's program has written the output
     token = tl.load(query_start + sequence)

@@ -37,6 +37,8 @@ def _place(
     """Write some heads of a token to its flat row. SUNK: the sink takes its share of the weight."""
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
+    if row < 0:
+        return  # padding of a captured step
     h, d = tl.program_id(1) * HEADS_2 + tl.arange(0, HEADS_2), tl.arange(0, DIM_2)[None, :]
     mask = (h < HEADS)[:, None] & (d < DIM)
     source = packed + (token.to(tl.int64) * HEADS + h)[:, None] * DIM + d
@@ -121,7 +123,8 @@ def flash_part(
 ) -> tuple[Tensor, Tensor]:
     """Return a group's output, [T, H, D], and its log-sum-exp, float32 [H, T], in packed rows."""
     attention = flash
-    if len(query_THD) >= LEAST_TOKENS and serves_long_prompts(query_THD.device):
+    is_long = len(query_THD) >= LEAST_TOKENS and not group.is_padded
+    if is_long and serves_long_prompts(query_THD.device):
         attention = flash_4
     return attention(
         query_THD,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
-from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, Prompts
+from ropewalk.model_runtime.attention.prompt_groups import PaddedPrompts, PromptGroup, Prompts
 from ropewalk.model_runtime.gpu.attend import attend, rows_at_once
 from ropewalk.model_runtime.gpu.flash import flash_attend, serves
 from ropewalk.model_runtime.gpu.launch import never_repeat, whole
@@ -26,7 +26,7 @@ Attend = Callable[[LayerRead, PromptGroup, Tensor, Tensor, Tensor, Tensor], None
 
 def prefill(
     read: LayerRead,
-    prompts: Prompts,
+    prompts: Prompts | PaddedPrompts,
     page_table_SN: Tensor,
     out_RHV: Tensor,
     chosen: Attend | None = None,

@@ -33,6 +33,8 @@ def _turn(
     """
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
+    if row < 0:
+        return  # padding of a captured step
     position = tl.load(positions + token)
     table_id = tl.load(table_ids + token).to(tl.int64)
     log_len = tl.load(log_lens + table_id)
@@ -90,6 +92,8 @@ def _gather(
     """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
+    if prompt < 0:
+        return  # padding of a captured step
     place = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, TILE)
     first_row = tl.load(cu_keys + prompt)
     is_key = place < tl.load(cu_keys + prompt + 1) - first_row

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.gpu.sampling.draw_ranked import CUTS, draw_rows
-from ropewalk.model_runtime.runner.cuda_graphs import Recorder, RecordingError
+from ropewalk.model_runtime.runner.cuda_graphs import Recorder, captured
 from ropewalk.model_runtime.runner.sampler import SamplingRow, draw_cuts
 from ropewalk.model_runtime.transfer import fill
 
@@ -35,12 +35,7 @@ class CapturedDraws:
         self._sizes = sizes
         self._recorded: dict[int, tuple[Tensor, Callable[[], None]]] = {}
         for size in reversed(sizes):
-            try:
-                self._recorded[size] = record(partial(self._drawn, size))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise RecordingError(f"{type(error).__name__}: {error}") from error
+            self._recorded[size] = captured(record, partial(self._drawn, size))
 
     def _drawn(self, size: int) -> Tensor:
         logits_RV = self._logits_RV[:size]

@@ -150,6 +150,7 @@ class CaptureLimits:
     spare_page: int  # that no sequence holds, for padding
     max_prompt_rows: int = 0  # of steps with prompts; 0: none are captured
     most_prompt_keys: int = 0  # that the rows of prompts read together
+    max_prompt_tokens: int = 0  # of steps with prompts that are no rows (prompt_graphs.py)
 
 
 class DecodeGraphs:
@@ -238,7 +239,7 @@ class DecodeGraphs:
         changed = recorded.pages.follow(spans)
         if changed is not None:
             try:
-                self._fill_tables(recorded, *changed)
+                fill_tables(recorded.batch, recorded.pages, *changed)
             except Exception:  # the device may lack these rows
                 recorded.pages.forget()
                 raise
@@ -270,23 +271,12 @@ class DecodeGraphs:
         else:
             self._logit_rows[size] = wanted
 
-    def _in_one_place(self, logits_RV: Tensor) -> Tensor:
+    def in_one_place(self, logits_RV: Tensor) -> Tensor:
         """Copy logits to the one place that all captured steps write to, as float32."""
         if self._logits_RV is None:
             shape = self._max_rows, logits_RV.shape[1]
             self._logits_RV = logits_RV.new_empty(shape, dtype=torch.float32)
         return self._logits_RV[: len(logits_RV)].copy_(logits_RV)
-
-    def _fill_tables(self, recorded: _Recorded, rows: slice, columns: slice) -> None:
-        """Send the changed part of the page tables to the device."""
-        batch, num_groups = recorded.batch, self._num_groups
-        if batch.page_table_GSN is None:
-            rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[rows, columns])
-            fill(batch.page_table_SN[rows, columns], rows_RN)
-            return
-        end = -(-columns.stop // num_groups)
-        rows_RX = recorded.pages.pages_SN[rows, : end * num_groups]
-        fill(batch.page_table_GSN[:, rows, :end], by_group(rows_RX, num_groups))
 
     def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
         """Return the inputs of a step except for its page table, int64 [F, S]."""
@@ -343,14 +333,32 @@ class DecodeGraphs:
             device_parts=parts,
         )
         pages = PageTable(size, num_pages * num_groups, self._limits.spare_page)
-        try:
-            logits_RV, replay = self._record(lambda: self._in_one_place(self._forward(batch)))
-        except torch.OutOfMemoryError:  # it may work with one request fewer
-            raise
-        except RuntimeError as error:
-            raise RecordingError(f"{type(error).__name__}: {error}") from error
+        logits_RV, replay = captured(self._record, lambda: self.in_one_place(self._forward(batch)))
         self._logit_rows.pop(size, None)
         return _Recorded(numbers_FS, batch, pages, logits_RV, replay, self._tables.generation)
+
+
+def captured(record: Recorder, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Capture work as a `Recorder` does. Raises RecordingError or OutOfMemoryError."""
+    try:
+        return record(work)
+    except torch.OutOfMemoryError:  # it may work with one request fewer
+        raise
+    except RuntimeError as error:
+        raise RecordingError(f"{type(error).__name__}: {error}") from error
+
+
+def fill_tables(batch: Batch, pages: PageTable, rows: slice, columns: slice) -> None:
+    """Send the changed part of the page tables to the device."""
+    tables_GSN = batch.page_table_GSN
+    if tables_GSN is None:
+        rows_RN = np.ascontiguousarray(pages.pages_SN[rows, columns])
+        fill(batch.page_table_SN[rows, columns], rows_RN)
+        return
+    num_groups = len(tables_GSN)
+    end = -(-columns.stop // num_groups)
+    rows_RX = pages.pages_SN[rows, : end * num_groups]
+    fill(tables_GSN[:, rows, :end], by_group(rows_RX, num_groups))
 
 
 def _are_decodes(spans: Sequence[Span]) -> bool:

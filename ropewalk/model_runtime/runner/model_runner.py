@@ -45,6 +45,7 @@ from ropewalk.model_runtime.runner.cuda_graphs import (
     recorded_sizes,
 )
 from ropewalk.model_runtime.runner.launched_step import HostBuffers, LaunchedStep
+from ropewalk.model_runtime.runner.prompt_graphs import PromptGraphs, prompt_sizes
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sampled_on_device
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
@@ -87,6 +88,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         self._backend = backend or store.own_backend() or backend_for(self._device)
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._draws: CapturedDraws | None = None  # from the logits of captured steps
         self._host_buffers = HostBuffers()
 
@@ -129,14 +131,16 @@ class ModelRunner:
         `token_U`: the first tokens of the step on the device, int64; None: all are in the spans.
         """
         forward = self._recorded(spans, token_U)
-        if forward is None:
-            batch = self._store.with_own_pages(
-                build_batch(spans, self._page_size, self._device, self._store.num_groups), spans
-            )
-            if token_U is not None:
-                batch.token_ids_1T[0, : len(token_U)].copy_(token_U)
-            forward = partial(self._forward, batch, *self._pruned_context(spans, batch))
-        return forward
+        return self._queued(spans, token_U) if forward is None else forward
+
+    def _queued(self, spans: Sequence[Span], token_U: Tensor | None) -> Callable[[], Tensor]:
+        """Build the batch of these spans, and return its forward, whose kernels are queued."""
+        batch = self._store.with_own_pages(
+            build_batch(spans, self._page_size, self._device, self._store.num_groups), spans
+        )
+        if token_U is not None:
+            batch.token_ids_1T[0, : len(token_U)].copy_(token_U)
+        return partial(self._forward, batch, *self._pruned_context(spans, batch))
 
     def check_device(self) -> None:
         """Wait for the device. Raises if it no longer works."""
@@ -185,17 +189,19 @@ class ModelRunner:
         self, spans: Sequence[Span], token_U: Tensor | None
     ) -> Callable[[], Tensor] | None:
         """Return a captured step, ready to run; None if there is none for these spans."""
-        if self._graphs is None or not self._graphs.takes(spans):
-            return None
         try:
-            return self._graphs.prepared(spans, token_U)
+            if self._graphs is not None and self._graphs.takes(spans):
+                return self._graphs.prepared(spans, token_U)
+            if self._prompt_graphs is not None and self._prompt_graphs.takes(spans):
+                queued = partial(self._queued, spans, token_U)
+                return self._prompt_graphs.prepared(spans, queued, token_U)
         except RecordingError as error:
             self._give_up_recording(error)
-            return None
+        return None
 
     def _give_up_recording(self, error: RuntimeError) -> None:
         """Disable graphs after a failed capture; kernels are then queued one by one."""
-        self._graphs = self._draws = None
+        self._graphs = self._prompt_graphs = self._draws = None
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
     @torch.inference_mode()
@@ -207,7 +213,7 @@ class ModelRunner:
         """
         began = time.monotonic()
         graphs = DecodeGraphs(
-            self._single_tokens,
+            self._captured_step,
             self._tables,
             record,
             limits,
@@ -215,7 +221,20 @@ class ModelRunner:
             num_groups=self._store.num_groups,
             has_states=self._states is not None,
         )
+        prompts = None
+        if prompt_sizes(limits.max_prompt_tokens):
+            prompts = PromptGraphs(
+                self._captured_step,
+                graphs.in_one_place,
+                self._tables,
+                record,
+                limits,
+                page_size=self._page_size,
+                num_groups=self._store.num_groups,
+            )
         try:
+            # Those with prompts need the most memory, which the others then share.
+            num_prompts = 0 if prompts is None else prompts.record_all()
             num_recorded = graphs.record_all()
             draws = self._captured_draws(graphs, limits.max_rows, record)
         except (RecordingError, torch.OutOfMemoryError) as error:
@@ -226,9 +245,9 @@ class ModelRunner:
                 ) from error
             self._give_up_recording(error)
             return
-        self._graphs, self._draws = graphs, draws
+        self._graphs, self._prompt_graphs, self._draws = graphs, prompts, draws
         seconds = round(time.monotonic() - began, 1)
-        _log.info("decode_recorded", sizes=num_recorded, seconds=seconds)
+        _log.info("decode_recorded", sizes=num_recorded, prompt_sizes=num_prompts, seconds=seconds)
 
     def _captured_draws(
         self, graphs: DecodeGraphs, max_rows: int, record: Recorder
@@ -242,7 +261,7 @@ class ModelRunner:
 
         return CapturedDraws(graphs.logits_RV, recorded_sizes(max_rows), record)
 
-    def _single_tokens(self, batch: Batch) -> Tensor:
+    def _captured_step(self, batch: Batch) -> Tensor:
         """Run the forward of a captured step, which depends only on the batch's tensors."""
         return self._logits(batch, self._context(batch), batch.logit_rows_R)
 

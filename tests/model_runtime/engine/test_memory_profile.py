@@ -95,23 +95,28 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
     meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
     profile = measured(embedded, config, meter)
-    graph_bytes = graphs_bytes(3 * GIB, config, embedded.vocab_size)
+    graph_bytes = graphs_bytes(3 * GIB, config, embedded.vocab_size, 150)
     assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB, graph_bytes)
     assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
     assert profile.cache_bytes(0.2) < 0
     assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
     sampled_at_once = [(rows, rows, rows)] * (most_drafted > 0)
-    assert steps == [(150, 5, 74), (150, 5, 5), *sampled_at_once, (150, 150, rows)]
+    assert steps == [(150, 5, 74), (150, 5, 5), *sampled_at_once, (64, 64, rows), (128, 64, 64)]
 
 
 def test_captured_steps_share_all_but_page_tables() -> None:
-    """Steps have 1, 2, 4 and 5 rows, and with prompts 8 to 150. 200 positions are 13 pages."""
+    """Steps have 1, 2, 4 and 5 rows, and with prompts 8 to 150. 200 positions are 13 pages.
+
+    Prompts that are no rows have 64, 72 and so on up to 144 tokens.
+    """
     prompts = 8 + 16 + 32 + 64 + 96 + 128 + 150
     own_bytes = 4 * (5 * 2048 + (12 + prompts) * 13) + 11 * GRAPH_BYTES
     assert graphs_bytes(1000, CONFIG, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
     drafting = replace(CONFIG, max_draft_tokens=7)  # decodes of 8, 16, 24, 32 and 40 rows, not of 5
     own_bytes = 4 * (40 * 2048 + (127 + 64 + 96 + 128 + 150) * 13) + 12 * GRAPH_BYTES
     assert graphs_bytes(1000, drafting, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
+    own_bytes = 4 * (5 * 2048 + (12 + 8 + 16 + 32 + 64 + 6) * 13) + (8 + 10) * GRAPH_BYTES
+    assert graphs_bytes(1000, CONFIG, 2048, 150) == 1000 + own_bytes + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,20 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.build_engine import build_runner, captures_graphs, layout_of
+from ropewalk.model_runtime.engine.build_engine import (
+    build_runner,
+    captured_rows,
+    captured_tokens,
+    captures_graphs,
+    layout_of,
+)
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
 from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, recorded_sizes
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.prompt_graphs import MOST_PROMPTS, MOST_TOKENS, prompt_sizes
 from ropewalk.model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
@@ -95,17 +102,22 @@ class CudaMeter:
         )
 
 
-def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> int:
+def graphs_bytes(
+    working_bytes: int, config: EngineConfig, vocab_size: int, num_tokens: int = 0
+) -> int:
     """Return the memory of all captured steps, in bytes.
 
     They share the working tensors of one step and float32 logits, because only one runs at a time.
-    Each step has its own page table (int32).
+    Each step of rows has its own page table (int32), and those of prompts share one.
+    `num_tokens`: of the largest with prompts that are no rows; 0: there is none.
     """
-    sizes = recorded_sizes(config.max_decode_rows, config.max_prompt_rows)
+    sizes = recorded_sizes(config.max_decode_rows, captured_rows(config, num_tokens))
+    of_prompts = prompt_sizes(num_tokens)
     logits_bytes = min(config.max_decode_rows, MOST_RECORDED) * 4 * vocab_size
     num_pages = -(-config.max_model_len // config.page_size)
     num_pages *= config.num_groups
-    own_bytes = sum(sizes) * 4 * num_pages + len(sizes) * GRAPH_BYTES
+    num_tables = sum(sizes) + bool(of_prompts) * (config.max_decode_rows + 1)
+    own_bytes = num_tables * 4 * num_pages + (len(sizes) + len(of_prompts)) * GRAPH_BYTES
     return working_bytes + logits_bytes + own_bytes + WORKSPACE_BYTES
 
 
@@ -153,9 +165,14 @@ def profile_memory(
             meter.reset()
             begun = meter.read()
             # Sampling is not captured.
-            runner.run(captured_step(tried, table_id, checkpoint.vocab_size))
+            num_tokens = captured_tokens(config, profiles, make)
+            runner.run(captured_step(tried, table_id, checkpoint.vocab_size, num_tokens))
+            if prompt_sizes(num_tokens):
+                most = replace(tried, max_num_batched_tokens=min(num_tokens, MOST_TOKENS))
+                most = replace(most, max_num_seqs=MOST_PROMPTS)
+                runner.run(crowded_step(most, table_id, checkpoint.vocab_size))
             working_bytes = meter.read().peak - begun.allocated
-            graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size)
+            graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size, num_tokens)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"a step of {config.max_num_batched_tokens} tokens with {config.max_num_logit_rows} "
@@ -189,10 +206,15 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
         logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)
 
 
-def captured_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
-    """Return the spans of the largest captured step: one token per row, logits for the first."""
+def captured_step(
+    config: EngineConfig, table_id: int, vocab_size: int, num_tokens: int
+) -> list[Span]:
+    """Return the spans of the largest captured step of rows: one token each, logits for the first.
+
+    `num_tokens`: as for `graphs_bytes`.
+    """
     num_logits = min(config.max_decode_rows, MOST_RECORDED)
-    most = recorded_sizes(config.max_decode_rows, config.max_prompt_rows)[-1]
+    most = recorded_sizes(config.max_decode_rows, captured_rows(config, num_tokens))[-1]
     spans = decode_step(
         replace(config, max_num_seqs=most, max_draft_tokens=0), table_id, vocab_size
     )
