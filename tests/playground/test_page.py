@@ -33,7 +33,6 @@ def test_a_prompt_is_completed(opened: Watched, server: Server) -> None:
     assert f"{answer['choices'][0]['rope']['factor']:g}x" in facts
 
 
-@pytest.mark.costly
 def test_one_click_compares_scaling_with_none(opened: Watched) -> None:
     """A value is found under the deployment's yarn and lost without, as the guide says."""
     told = re.findall(r"!\[(.*)\]\(\.\./images/playground-compare.png\)", PAGE.read_text())[0]
@@ -71,7 +70,6 @@ def test_stop_ends_the_request(opened: Watched, server: Server) -> None:
     expect(opened.page.locator("#load")).to_contain_text("running 0", timeout=10_000)
 
 
-@pytest.mark.costly
 def test_an_alternative_is_chosen_by_keyboard(opened: Watched) -> None:
     """Enter on a token opens its alternatives; choosing one continues from there."""
     opened.page.fill("#prompt", PROMPT)
@@ -97,7 +95,6 @@ def _code(page: Page, kind: str) -> str:
     return page.locator("#code").text_content() or ""
 
 
-@pytest.mark.costly
 def test_the_code_gives_the_same_text(opened: Watched, tmp_path: Path) -> None:
     """The curl and Python snippets are run as they stand."""
     opened.page.fill("#prompt", 'it\'s a "test" of $HOME and \\n żółw\n')
@@ -131,7 +128,6 @@ def test_a_chat_has_turns(opened: Watched) -> None:
     assert [turn.partition(":")[0] for turn in turns] == ["user", "assistant", "user", "assistant"]
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(("field", "label"), [("temperature", "Temperature"), ("seed", "Seed")])
 def test_a_mistyped_number_is_told_and_not_sent(opened: Watched, field: str, label: str) -> None:
     """The alert names the field; nothing is sent until it is a number."""
@@ -146,7 +142,6 @@ def test_a_mistyped_number_is_told_and_not_sent(opened: Watched, field: str, lab
     opened.send()
 
 
-@pytest.mark.costly
 def test_a_key_is_asked_for_and_never_kept(browser: Browser, locked: Server) -> None:
     """After a 401 the typed key works. No storage, cookie or address holds it."""
     context = browser.new_context()
@@ -188,7 +183,6 @@ def test_a_hostile_answer_stays_text(opened: Watched) -> None:
     assert opened.page.title() == "ropewalk playground"
 
 
-@pytest.mark.costly
 def test_headers_are_exact(server: Server) -> None:
     """Every file has the policy, and an unchanged file is not sent again."""
     for path, file in page_files().items():
@@ -201,7 +195,6 @@ def test_headers_are_exact(server: Server) -> None:
     assert httpx.get(f"{server.url}/").headers["location"] == "playground/"
 
 
-@pytest.mark.costly
 def test_head_is_answered_as_get_without_a_body(server: Server) -> None:
     """A monitor may ask for the headers only."""
     for path in ("/", *page_files()):
@@ -247,8 +240,6 @@ def test_the_files_are_small_and_ask_no_one_else() -> None:
         assert len(text.splitlines()) <= 350, path
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible(browser: Browser, server: Server, scheme: str) -> None:
     """Axe finds nothing, also on a narrow screen and in a dialog."""

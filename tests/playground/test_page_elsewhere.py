@@ -14,8 +14,6 @@ from ropewalk.server.terminal.top import quantile
 from tests.playground.conftest import Watched, watched
 from tests.servers.processes import Server, command
 
-pytestmark = pytest.mark.costly(by="file")
-
 PREFIX = "/models/rope"
 
 

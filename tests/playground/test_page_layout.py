@@ -10,8 +10,6 @@ from playwright.sync_api import Browser, expect
 from tests.playground.conftest import Watched, watched
 from tests.servers.processes import Server
 
-pytestmark = pytest.mark.costly(by="file")
-
 
 @pytest.fixture
 def small(opened: Watched) -> Watched:

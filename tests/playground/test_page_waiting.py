@@ -8,8 +8,6 @@ from playwright.sync_api import Browser, Page, Route, expect
 from tests.playground.conftest import Watched, watched
 from tests.servers.processes import Server
 
-pytestmark = pytest.mark.costly(by="file")
-
 
 @pytest.fixture
 def unopened(browser: Browser) -> Iterator[Watched]:
