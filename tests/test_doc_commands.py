@@ -13,16 +13,7 @@ from tests.servers.processes import Server
 BLOCKS = [block for block in blocks("bash") if not block.is_make]
 
 
-def is_slow(block: Block) -> bool:
-    """Whether it loads a model of its own; other commands ask the server of the tests."""
-    return block.serves or "ropewalk eval" in block.text or "ropewalk inspect" in block.text
-
-
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(each, marks=pytest.mark.costly) if is_slow(each) else each for each in BLOCKS],
-    ids=lambda block: f"{block.page}-{block.number}",
-)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
 def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:
     """A pasted command exits without an error; one that serves starts to listen."""
     if block.serves:

@@ -211,7 +211,6 @@ def test_nothing_is_unpickled() -> None:
     )
 
 
-@pytest.mark.costly
 def test_foreign_packages_of_our_folders_names_do_not_matter(tmp_path: Path) -> None:
     """PyPI has a package called `rope`, and every installation of python-lsp brings it."""
     for name in ("rope", "server", "model_runtime", "studies"):

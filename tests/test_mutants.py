@@ -57,7 +57,6 @@ for fault, tests in (
 """
 
 
-@pytest.mark.costly
 def test_a_fault_is_told_from_a_test_that_fails_anyway(tmp_path: Path) -> None:
     """The file has its own text again afterwards."""
     original = "def double(x): return x * 2"

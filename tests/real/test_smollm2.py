@@ -16,7 +16,6 @@ from tests.servers.real_client import CONTINUED, PROMPT, TEXT, complete, echoed,
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.costly(by="file"),
     pytest.mark.timeout(600),
     # By name, so that it shares its server with the other file.
     pytest.mark.parametrize("checkpoint", [SMOLLM2], indirect=True, ids=["smollm2"]),
@@ -77,7 +76,6 @@ def test_a_greedy_completion_is_the_recorded_one(served: Server) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.sampled
 @pytest.mark.parametrize("messages", CHATS, ids=["short", "system", "emoji"])
 def test_a_greedy_chat_is_that_of_generate(
     served: Server, reference: Reference, messages: list[Any]

@@ -43,7 +43,6 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 1
 
 
-@pytest.mark.costly
 def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
     """Thirty steps reduce the held-out loss by more than half a nat."""
     schedule = replace(SCHEDULE, steps=30, polish_steps=0)
@@ -54,7 +53,6 @@ def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
     assert measured.num_tokens == 30 * 4 * 256
 
 
-@pytest.mark.costly
 def test_a_folder_of_another_run_is_refused(
     corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

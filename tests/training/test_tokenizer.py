@@ -2,18 +2,15 @@
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.sampling import few
 from training.tokenizer import ASSISTANT_ID, BOS_ID, EOS_ID, USER_ID, save_tokenizer
 
 
-@pytest.mark.costly
-@settings(max_examples=few(200, 60), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     """Bytes cover all of Unicode."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ropewalk.rope import Linear, Profile, Tier
 from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
 from ropewalk.server.replicas.text_chunks import TextChunks
-from tests.sampling import few
 from tests.server.replicas.simulated import (
     PAGE_SIZE,
     TIERS,
@@ -228,7 +227,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=few(200, 60))
+@settings(max_examples=60, deadline=None)
 @given(EVENTS)
 def test_loads_return_to_zero_and_memories_keep_their_bound(
     events: list[tuple[str, int, str, int]],

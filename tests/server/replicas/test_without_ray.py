@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 _COMMAND = """
 import sys
 sys.modules["ray"] = None  # as if it were not installed
@@ -13,7 +11,6 @@ ropewalk(["serve", "--port", "0", "--replicas", "2"])
 """
 
 
-@pytest.mark.costly
 def test_replicas_without_ray_are_one_sentence() -> None:
     """It names the extra, and the code is 2."""
     ended = subprocess.run(
