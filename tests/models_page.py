@@ -80,6 +80,7 @@ class Outcome:
     is_bitwise: bool
     refusal: str  # empty when served
     step: str = ""  # how a decode step is computed, when served
+    checkpoint: Checkpoint | None = None  # when served
 
     def row(self) -> str:
         """The outcome's line of the page."""
@@ -118,7 +119,7 @@ def outcome(architecture: str) -> Outcome:
         reason = reason.removeprefix(name).lstrip(": ")
         return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)
     plans, step = tuple(checkpoint.plans.values()), step_of(checkpoint)
-    return Outcome(architecture, name, plans, checkpoint.report.bitwise, refusal="", step=step)
+    return Outcome(architecture, name, plans, checkpoint.report.bitwise, "", step, checkpoint)
 
 
 def step_of(checkpoint: Checkpoint) -> str:
@@ -153,7 +154,7 @@ def _format_row(each: Format) -> str:
 
 _PAGE = """# Models
 
-`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts a part of these results at every run, and all of them in `make test-full`. The page has every architecture of transformers' causal language models whose config has rotation, and some of its models for images and sound. Code from a checkpoint may also work, because the self-check decides at load.
+`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts these results at every run. The page has every architecture of transformers' causal language models whose config has rotation, and some of its models for images and sound. Code from a checkpoint may also work, because the self-check decides at load.
 
 ## Served
 

@@ -29,7 +29,6 @@ from tests.checkpoints.adversarial_weights import (
 from tests.checkpoints.tiny_models import VOCAB_SIZE
 from tests.doubles.tokens import byte_tokenizer
 from tests.models_page import OUTSIDE, SERVED
-from tests.sampling import sampled
 
 _PAGE = 16
 _TIMES_ROUNDING = 30.0  # of transformers' own distance from float64
@@ -45,7 +44,7 @@ KNOWN = [
     (outlier_rows, "mixtral"),
 ]
 # Fused, in layers with windows, interleaved, with experts, with latent attention.
-FIXED = ("llama", "gemma3_text", "cohere2", "qwen3_moe", "deepseek_v3")
+FORMS = ("llama", "gemma3_text", "cohere2", "qwen3_moe", "deepseek_v3")
 
 
 class Served:
@@ -116,7 +115,6 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
     assert checkpoint.report.bitwise
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "architecture"), KNOWN, ids=lambda each: getattr(each, "__name__", each)
 )
@@ -127,15 +125,15 @@ def test_numbers_of_trained_checkpoints_do_not_refuse_a_model(
     check_served(architecture, 0, (kind,))
 
 
-@pytest.mark.sampled(fixed=0, drawn=6)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_numbers_is_served(kind: Change) -> None:
-    """Each kind in an architecture of its own."""
-    architecture = FIXED[KINDS.index(kind) % len(FIXED)]
+    """Each kind in one of the forms of a layer; a third is in bfloat16."""
+    architecture = FORMS[KINDS.index(kind) % len(FORMS)]
     check_served(architecture, 3 + KINDS.index(kind), (kind,))
 
 
-@pytest.mark.parametrize("architecture", sampled(SERVED, fixed=0))
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", SERVED)
 def test_every_architecture_is_served_with_drawn_numbers(architecture: str) -> None:
     """Float32 and bfloat16, one to three kinds each."""
     for seed in range(2):

@@ -42,7 +42,6 @@ def test_every_decoder_with_rotation_is_on_a_list() -> None:
     assert set(listed) - rotating <= {"gpt2", *WITH_TOWERS}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [
@@ -117,7 +116,6 @@ def test_a_temperature_that_a_model_ignores_is_refused() -> None:
         checkpoint_of(model)
 
 
-@pytest.mark.costly
 def test_sections_of_positions_are_served_for_text() -> None:
     """A text decoder with the block of Qwen 3.5 rotates as without it."""
     block = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
@@ -136,7 +134,6 @@ def test_latent_attention_rotates_the_end_of_a_head() -> None:
         assert {each.interleaved for each in plans} == {interleaved}
 
 
-@pytest.mark.costly
 def test_a_carried_step_is_forgotten_after_its_forward() -> None:
     """StableLM's layers do not pass the step on; other models have no hooks."""
     checkpoint = tiny_checkpoint("stablelm")

@@ -100,7 +100,6 @@ def test_an_architecture_that_fails_its_check_is_refused(tmp_path: Path) -> None
         load_checkpoint(saved("phimoe", tmp_path))
 
 
-@pytest.mark.costly
 def test_end_tokens_come_from_generation_config_and_tokenizer(folder: Path) -> None:
     """The generation config may list several end tokens."""
     assert load_checkpoint(folder).eos_token_ids == {1}
@@ -108,7 +107,6 @@ def test_end_tokens_come_from_generation_config_and_tokenizer(folder: Path) -> N
     assert load_checkpoint(folder).eos_token_ids == {1, 7, 9}
 
 
-@pytest.mark.costly
 def test_number_types(folder: Path) -> None:
     """On a CPU, auto is float32, bfloat16 passes the self-check to the bit, float16 is refused."""
     assert load_checkpoint(folder, device="cpu").dtype == torch.float32

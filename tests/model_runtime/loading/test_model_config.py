@@ -21,13 +21,6 @@ from ropewalk.model_runtime.loading.model_config import (
     torch_device,
 )
 from tests.checkpoints.tiny_models import tiny_config
-from tests.doubles.engines import tiny_checkpoint
-from tests.models_page import SERVED
-
-# These have a key head for every query head, and no field for it.
-MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon", "phi"}
-# JetMoE repeats its key heads for each expert, and MiMo V2 has more of them in sliding layers.
-UNSTATED = {"jetmoe", "mimo_v2_flash"}
 
 
 def test_the_embedded_model(embedded: Checkpoint) -> None:
@@ -48,7 +41,6 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
     )
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_model_holds_the_stated_bytes(dtype: str) -> None:
     """The loaded memory is what torch and the packed products hold; panels are padded a little.
@@ -77,30 +69,6 @@ def test_a_head_is_copied_only_on_a_cpu_and_only_if_it_is_tied() -> None:
     outline.config.tie_word_embeddings = False
     assert outline.num_tied_head_bytes() == 0
     assert outline.num_weight_bytes() == 4 * (outline.num_parameters() or 0)
-
-
-@pytest.mark.sampled(drawn=8)
-@pytest.mark.parametrize("architecture", sorted({*SERVED} - UNSTATED))
-def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> None:
-    """The config gives the probed cache for every architecture that is served, but for two."""
-    overrides: dict[str, Any] = {}
-    if architecture in MULTI_HEAD:
-        overrides["num_key_value_heads"] = 4
-    if architecture == "fuyu":
-        overrides = {"text_config": overrides}
-    checkpoint = tiny_checkpoint(architecture, **overrides)
-    config = tiny_config(architecture, **overrides)
-    outline = ModelConfig("x", config, torch.float32, torch.device("cpu"))
-    assert outline.native() == checkpoint.native
-    found = {
-        index: (each.num_key_heads, each.key_dim, each.value_dim)
-        for index, each in outline.layers().items()
-    }
-    probed = {
-        index: (each.num_key_heads, each.key_dim, each.value_dim)
-        for index, each in checkpoint.plans.items()
-    }
-    assert found == probed
 
 
 def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:

@@ -83,15 +83,6 @@ def test_memory_for_less_than_a_slot_and_a_page_is_refused(embedded: Any) -> Non
         planned(embedded, kv_cache_gib=str(1 / 1024))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "lfm2", "lfm3"])
-def test_a_config_tells_the_states_that_a_load_finds(architecture: str) -> None:
-    """Planning reads no weights."""
-    told = state_shapes(text_values(tiny_config(architecture)))
-    assert told == tiny_checkpoint(architecture).states
-    assert all(each.num_bytes > 0 for each in told.values())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen 3.5 as a checkpoint."""
@@ -172,7 +163,6 @@ def test_a_processor_whose_kernels_fail_is_told_as_the_reason(
     assert said.endswith("and these fail: LoweringError: no such vectors")
 
 
-@pytest.mark.costly
 def test_layers_with_other_states_are_refused_by_their_class() -> None:
     """The self-check says that a logit differs, and a probe finds the layer."""
     with pytest.raises(ModelError, match="FalconH1Mixer mixes tokens by a state of each sequence"):
