@@ -64,9 +64,10 @@ def adversary(monkeypatch: pytest.MonkeyPatch) -> type[Adversary]:
     return use_adversary(monkeypatch)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("share_right", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("samplings", [MIXED[:1], MIXED[:3], MIXED[2:]], ids=len)
+@pytest.mark.parametrize(
+    ("share_right", "samplings"),
+    [(0.0, MIXED[:3]), (0.5, MIXED[2:]), (0.9, MIXED[:3]), (1.0, MIXED[:1]), (1.0, MIXED[2:])],
+)
 def test_no_draft_changes_an_answer(
     share_right: float,
     samplings: list[dict[str, Any]],
@@ -87,8 +88,7 @@ def test_no_draft_changes_an_answer(
     assert share_right < 1.0 or share > 0.8
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("first_seed", range(0, 24, 6))
+@pytest.mark.parametrize("first_seed", [0, 6])
 def test_drafts_between_launched_steps_change_no_answer(
     llama_checkpoint: Checkpoint, first_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

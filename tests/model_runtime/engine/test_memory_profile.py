@@ -83,7 +83,6 @@ class ScriptedMeter:
         return self._left.pop(0)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("most_drafted", "rows"), [(0, 5), (7, 40)])
 def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     most_drafted: int, rows: int, embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
@@ -241,8 +240,6 @@ def sample_as_on_a_device(
     return in_one_transfer(logits_RV, rows_at(logits_RV, places), rows)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])
 def test_a_context_is_no_longer_than_a_cache_could_be(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int

@@ -91,8 +91,7 @@ def broken() -> Exception:
     return RuntimeError("a device is broken")
 
 
-@pytest.mark.sampled(fixed=2, drawn=2)
-@pytest.mark.parametrize("first_seed", range(0, 48, 8))
+@pytest.mark.parametrize("first_seed", [0, 8])
 @pytest.mark.parametrize("fault", [None, "nan", "memory", "device"])
 def test_no_mixed_load_changes_an_answer(
     llama_checkpoint: Checkpoint, first_seed: int, fault: str | None

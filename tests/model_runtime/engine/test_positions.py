@@ -63,7 +63,6 @@ def numbers(result: Result) -> tuple[Any, ...]:
     return result.token_ids, result.prompt_logprob_values(), result.logprobs
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", METHODS)
 def test_a_forward_of_4_l_equals_the_transcribed_reference(
     engines: EngineFactory, name: str
@@ -125,8 +124,6 @@ def test_a_checkpoint_with_dual_chunk_attention_is_served_as_trained(
         assert float((torch.tensor(got).double() - expected).abs().max()) < 1e-4
 
 
-@pytest.mark.costly
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", METHODS)
 def test_under_always_no_policy_and_no_length_changes_a_bit(
     engines: EngineFactory, llama_checkpoint: Checkpoint, name: str
@@ -166,7 +163,6 @@ def test_grow_is_native_up_to_l_and_the_method_beyond(
     assert results[2] == results[3]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("tokens_a_step", [5, 16, 47, 512])
 def test_neighbours_chunks_and_prefixes_change_no_bit(
     engines: EngineFactory, llama_checkpoint: Checkpoint, tokens_a_step: int
@@ -230,7 +226,6 @@ def test_native_pages_are_read_by_a_request_with_a_method(
     assert Result.of(outputs) == cold[0]
 
 
-@pytest.mark.costly
 def test_decoding_equals_a_prefill_of_the_same_tokens(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
@@ -296,7 +291,6 @@ def test_sinks_do_not_find_a_token_that_was_dropped(engines: EngineFactory) -> N
     assert results[0] == results[1]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("architecture", ["gemma3_text", "cohere2"])
 def test_sinks_are_refused_beside_layers_that_read_every_key(architecture: str) -> None:
     """Their keys may have been released."""

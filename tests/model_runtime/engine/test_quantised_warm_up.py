@@ -80,7 +80,6 @@ def _last_line(script: str, *arguments: str) -> str:
     return [ended.stderr, *ended.stdout.splitlines()][-1]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "kernel", "of"),
     [("int4", "write_pages", ""), ("bfloat16", "write_kv", "uint16")],
@@ -90,7 +89,6 @@ def test_no_request_compiles_a_kernel(kind: str, kernel: str, of: str) -> None:
     assert _last_line(_CACHES, kind, kernel, of) == "True []"
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "options"),
     [pytest.param("int4", {}, marks=pytest.mark.long), ("auto", _RANGES)],

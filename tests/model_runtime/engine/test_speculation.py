@@ -81,7 +81,6 @@ CASES = st.builds(
 )
 
 
-@pytest.mark.costly
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_no_draft_changes_an_answer(
@@ -112,7 +111,6 @@ def test_no_draft_changes_an_answer(
         assert counted.num_accepted <= counted.num_drafted // 4  # by chance
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "positions",
     [None, {"method": "rerope", "window": 24}, {"method": "sinks", "sinks": 4, "window": 40}],

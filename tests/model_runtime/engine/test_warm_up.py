@@ -12,8 +12,7 @@ from tests.doubles.engines import deployment_of, tiny_checkpoint
 from tests.oracles.triton_attention import use_triton
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(("page_size", "max_len"), [(16, 256), (4, 256), (16, 12)])
+@pytest.mark.parametrize(("page_size", "max_len"), [(4, 256), (16, 12)])
 def test_a_warm_up_leaves_no_trace(
     page_size: int, max_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
