@@ -27,7 +27,6 @@ def store_server(url: str, *flags: str) -> AbstractContextManager[Server]:
     return storing_server("--kv-store", url, *flags)
 
 
-@pytest.mark.costly
 def test_two_servers_share_a_store_that_dies_under_load(server: Server, tmp_path: Path) -> None:
     """A prompt computed on one is read by the other, and its death costs no answer and no bit."""
     prompts = [[(at * at + number) % 2000 for at in range(400)] for number in range(6)]

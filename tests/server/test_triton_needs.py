@@ -119,7 +119,6 @@ def test_a_folder_that_cannot_be_written_is_refused(
     )
 
 
-@pytest.mark.costly
 def test_tritons_launcher_is_compiled_by_gcc_alone(gcc_alone: Path, tmp_path: Path) -> None:
     """Its own source, beside a libcuda that has the names and nothing behind them."""
     source = Path(triton.__file__).parent / "backends/nvidia/driver.c"

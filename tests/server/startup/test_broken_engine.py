@@ -22,7 +22,6 @@ def status(url: str, path: str) -> int:
     return httpx.get(url + path, timeout=20).status_code
 
 
-@pytest.mark.costly
 def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
     """Streams end with an error event, and requests and probes get 503."""
     with process(tmp_path, module=MODULE) as started:
@@ -45,7 +44,7 @@ def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
             )
         assert status(started.url, "/metrics") == 200
         assert started.process.wait(30) == 1
-        reading.join(10)
+        reading.join(60)
         assert lines[-1] == "data: [DONE]"
         assert "The request failed: the engine stopped." in lines[-2]
         log = (tmp_path / "log").read_text()
@@ -64,7 +63,7 @@ def test_a_broken_gpu_ends_the_process_with_code_1(tmp_path: Path) -> None:
         started.wait_for("engine_died")
         assert status(started.url, "/health") == 503
         assert started.process.wait(30) == 1
-        reading.join(10)
+        reading.join(60)
         assert lines[-1] == "data: [DONE]"
         assert "The request failed: the engine stopped." in lines[-2]
         assert "an illegal memory access" in started.log()

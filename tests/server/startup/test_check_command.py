@@ -61,7 +61,6 @@ def test_a_template_that_no_chat_passes_is_told(
         assert f"  warning          the chat template {told}" in ended.stdout
 
 
-@pytest.mark.costly
 def test_a_template_that_fails_is_told_by_the_banner(tmp_path: Path) -> None:
     """The server starts."""
     (tmp_path / "chat.jinja").write_text("{{ 1 // 0 }}")

@@ -67,7 +67,6 @@ def test_numbers_that_no_model_has_are_refused(
     assert told in refusal(model, tmp_path)
 
 
-@pytest.mark.costly
 def test_serve_says_the_same_before_torch_is_imported(model: Path, tmp_path: Path) -> None:
     """The count of layers kept `config check` busy for ever."""
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 10**9}))
@@ -110,7 +109,6 @@ def test_an_index_names_files(model: Path, tmp_path: Path, names: Any) -> None:
     assert refusal(model, tmp_path).endswith(f"{INDEX} is no index of weights")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rest", "got"), [({}, "None"), ({"metadata": None}, "None"), ({"metadata": [3]}, "[3]")]
 )

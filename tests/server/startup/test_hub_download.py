@@ -45,7 +45,6 @@ def next_line(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError("".join(seen))
 
 
-@pytest.mark.costly
 def test_the_port_says_how_far_the_download_is(tmp_path: Path) -> None:
     """The 503 has the bytes so far while the model is downloaded; then it is served."""
     files = in_two_files()
@@ -100,7 +99,6 @@ def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         assert checked.stderr.startswith("ropewalk: revision v2 of owner/small does not exist")
 
 
-@pytest.mark.costly
 def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither downloads weights. Parameters are those of the config."""
     with serving(FakeHub({MODEL: {"main": FILES}})) as hub:

@@ -157,7 +157,6 @@ def test_a_large_body_is_read_away() -> None:
         assert answer.status_code == 503
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
 def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
     """Other clients are answered meanwhile."""
@@ -211,7 +210,6 @@ def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:
         check_certificate(load_settings(flags))
 
 
-@pytest.mark.costly
 def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:
     """The phase of the first answer is the import, and a port in use is one sentence."""
     with listening_socket(load_settings({"port": "0"})) as free:

@@ -22,7 +22,6 @@ def test_the_environment_may_say_otherwise() -> None:
     assert environment == {"GOMP_SPINCOUNT": "1000"}
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 def test_torchs_openmp_takes_it() -> None:
     """The variable is set before torch's OpenMP reads it."""
@@ -60,7 +59,6 @@ print(*map(is_advised, middle))
 """
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has huge pages")
 def test_large_tensors_of_torch_ask_for_huge_pages() -> None:
     """The variable is set before torch reads it, and torch knows it."""

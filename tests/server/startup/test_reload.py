@@ -102,7 +102,6 @@ def _reload_under(reloading: Reloading, **body: Any) -> tuple[str, list[httpx.Re
     return (told, answers) if is_in_time else None
 
 
-@pytest.mark.costly
 def test_running_requests_end_on_the_deployment_they_began_with(reloading: Reloading) -> None:
     """New requests for a removed name get 404; a new name has a rotation table of its own."""
     long: dict[str, Any] = {"model": "static", "max_tokens": 1200, "ignore_eos": True}
