@@ -17,9 +17,12 @@ from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.pack_model import expected_products
 from ropewalk.server.process.preflight import bound_primitives
 from ropewalk.server.settings.sections import CacheSettings
-from tests.doubles.engines import EngineFactory, answer, deployment_of, request
+from tests.checkpoints.tiny_models import in_dtype, tiny_model
+from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.oracles.range_cases import CPU, METHODS, PlacedReads
 
+# They have kernels that the embedded model has not: of experts, of states, and of both.
+_OTHERS = ("mixtral", "lfm2", "qwen3_5_moe_text")
 PAGE_SIZE: int = CacheSettings.model_fields["page_size"].default
 
 
@@ -36,6 +39,9 @@ def warm(dtype: str) -> None:
         plain = [span._replace(table_id=laid.ids[1]) for span in laid.spans]
         for batch in (laid.batch, build_batch(plain, page, CPU)):
             CpuAttention(batch).read(laid.read())
+    # The other process has the other order, so that few kernels of both types are compiled twice.
+    for name in _OTHERS if dtype == "float32" else reversed(_OTHERS):
+        checkpoint_of(in_dtype(tiny_model(name), getattr(torch, dtype)))
     bound_primitives(os.environ)  # as the command does; the products are remembered under it
     expected_products(torch.device("cpu"), getattr(torch, dtype))
 
