@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels import huge_pages
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
@@ -181,15 +181,22 @@ def widened(panels: LowBitPanels, dtype: torch.dtype, first: int = 0, end: int =
     return rows_NK
 
 
-def plain_product(panels: LowBitPanels, x_RK: Tensor) -> Tensor:
-    """Multiply rows by torch, [R, K] -> [R, N]; one panel at a time is widened, and not copied."""
+def plain_product(panels: LowBitPanels, x: Tensor) -> Tensor:
+    """Multiply rows by torch, [..., K] -> [..., N]; the weight is not rounded to their type.
+
+    One panel at a time is widened, and stays in the processor's cache.
+    """
     widen = widener((panels.kind.number,))
-    rows_RK, wide_KO = x_RK.float(), torch.empty(panels.num_inputs, PANEL)
+    rows_RK, wide_KO = (
+        x.reshape(-1, panels.num_inputs).float(),
+        torch.empty(panels.num_inputs, PANEL),
+    )
     parts = []
     for address, number in panels.table().tolist():
         widen(number, address, 0, panels.num_inputs, wide_KO.numpy().reshape(-1))
-        parts.append(rows_RK @ wide_KO)
-    return torch.cat(parts, dim=-1)[:, : panels.num_outputs].to(x_RK.dtype)
+        parts.append(nn.functional.linear(rows_RK, wide_KO.t()))
+    out_RN = torch.cat(parts, dim=-1)[:, : panels.num_outputs].to(x.dtype)
+    return out_RN.view(*x.shape[:-1], panels.num_outputs)
 
 
 def gathered(panels: LowBitPanels, ids: NDArray[np.int64], dtype: torch.dtype) -> Tensor:

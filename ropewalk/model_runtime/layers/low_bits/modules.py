@@ -15,12 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
-
-_PANELS_AT_ONCE = 64  # that a linear's own forward widens
 
 
 def _without_memory(num_inputs: int, dtype: torch.dtype) -> nn.Parameter:
@@ -44,17 +42,10 @@ class LowBitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the linear, [..., K] -> [..., N]."""
         from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # numba
-            widened,
+            plain_product,
         )
 
-        num_panels = -(-self.out_features // PANEL)
-        parts = []
-        for first in range(0, num_panels, _PANELS_AT_ONCE):
-            end = min(num_panels, first + _PANELS_AT_ONCE)
-            # Products in bfloat16 do not round the weight, either.
-            part_NK = widened(self.panels, torch.float32, first, end)
-            parts.append(nn.functional.linear(x.float(), part_NK))
-        out = torch.cat(parts, dim=-1).to(x.dtype)
+        out = plain_product(self.panels, x)
         return out if self.bias is None else out + self.bias
 
 
