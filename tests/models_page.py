@@ -195,7 +195,7 @@ Three kinds of attention are refused by fields of the config, because the self-c
 
 ## Quantised checkpoints
 
-Weights of these formats are dequantised at load into the served number type, for every architecture. Only the experts of gpt-oss in `mxfp4` stay quantised on a CPU ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint configures it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+A GPU keeps weights of these formats as they are stored ([weights on a GPU](../guide/gpu.md#weights)), if a linear or the experts of a layer hold them under the file's names. A CPU dequantises them at load into the served number type. It keeps the experts of gpt-oss in `mxfp4` ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint configures it. The banner, `config check` and `inspect` name formats and memory. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
 
 | `quant_method` | packing | read | package that would be needed |
 |---|---|---|---|

@@ -41,7 +41,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "attention": {"cpu_kernels"},
         "probing": {"attention", "text"},
         "tracing": {"attention"},
-        "layers": {"tracing", "probing", "attention", "cpu_kernels"},
+        "layers": {"tracing", "probing", "attention", "cpu_kernels", "formats"},
         "gpu": {"tracing", "layers", "probing", "attention"},
         "runner": {"gpu", "layers", "attention", "cpu_kernels"},
         "loading": {*_MODEL, "gpu", "formats", "text"},

@@ -22,6 +22,8 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf.gguf_sizes import num_parameters
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
+from ropewalk.model_runtime.layers.low_bits.executors import choose_products
+from ropewalk.model_runtime.layers.low_bits.executors import products_text as stored_products_text
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.loading.files.file_versions import file_versions
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import (
@@ -40,6 +42,7 @@ from ropewalk.model_runtime.loading.load_progress import logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.low_bits.quantise import Distance, quantise_model
+from ropewalk.model_runtime.loading.low_bits.rounding import with_rounded_rows
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     Activations,
     Storage,
@@ -142,9 +145,9 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
-    `weights`: `stored` keeps the bits of a GGUF file on a CPU, `int8` quantises on a CPU, and
-    `dequantised` makes floats. `activations`: `int8` rounds the rows of products with weights in
-    few bits to eight bits. `on_native` gets the rotary tables of the config before any weight
+    `weights`: `stored` keeps the bits of the files, `int8` quantises on a CPU, and `dequantised`
+    makes floats. `activations`: `int8` and `fp8` round the rows of products with weights in few
+    bits. `on_native` gets the rotary tables of the config before any weight
     is read, and may raise. `division`: this process is one of several that hold the model together.
     """
     versions = file_versions(source)
@@ -154,7 +157,7 @@ def load_checkpoint(
     where, number_type = model_config.device, model_config.dtype
     if weights == "int8":
         refuse_int8(where.type, is_divided=division is not None)
-    if activations == "int8":  # its refusals
+    if activations != "exact":  # its refusals
         planned_storage(model_config, weights, activations, is_divided=division is not None)
     if on_native is not None:
         on_native(model_config.native())
@@ -170,8 +173,9 @@ def load_checkpoint(
         return replace(
             loaded, outline=model_config, source=path, versions=versions, left_out=left_out
         )
-    keeps_bits = _keeps_bits(weights, where, division)
-    if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
+    keeps_bits, codes_on = _keeps_bits(weights, division), _codes_on(where)
+    is_held = keeps_bits and (codes_on is not None or is_kept(model_config.stored))
+    if model_config.stored is not None and not is_held:
         name = str(number_type).removeprefix("torch.")
         on_phase(f"dequantising {model_config.stored} to {name}")
     with faults_of(str(source), number_type, where):
@@ -179,7 +183,11 @@ def load_checkpoint(
         if division is not None and model_config.stored is None:
             read_type = division.read_dtype(getattr(model_config.config, "dtype", None), read_type)
         model = _load_model(
-            model_config, read_type, trust_remote_code=trust_remote_code, keeps_bits=keeps_bits
+            model_config,
+            read_type,
+            trust_remote_code=trust_remote_code,
+            keeps_bits=keeps_bits,
+            device=codes_on,
         )
         model = _placed(model, number_type, where, division)
         tokenizer, end_ids = tokenizer_of(model_config)
@@ -221,8 +229,13 @@ def rowless_ends(end_ids: frozenset[int], vocab_size: int) -> dict[int, str]:
     return {each: f"the tokenizer's end token {each} {told}" for each in rowless}
 
 
-def _keeps_bits(weights: Weights, device: torch.device, division: Division | None) -> bool:
-    return weights != "dequantised" and division is None and has_cpu_kernels(device)
+def _keeps_bits(weights: Weights, division: Division | None) -> bool:
+    return weights != "dequantised" and division is None
+
+
+def _codes_on(device: torch.device) -> torch.device | None:
+    """Return the device of weights as codes; None: a CPU's kernels read panels."""
+    return None if has_cpu_kernels(device) else device
 
 
 def _placed(
@@ -262,14 +275,20 @@ def _load_gguf(
     where, number_type = model_config.device, model_config.dtype
     file = read_gguf(path)
     types = (each.type_name for each in file.tensors.values())
-    keeps_bits = _keeps_bits(weights, where, division) and any(map(format_of_type, types))
+    keeps_bits = _keeps_bits(weights, division) and any(map(format_of_type, types))
     on_phase(_gguf_phase(file.num_bytes, num_parameters(file), number_type, keeps_bits=keeps_bits))
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
         generation = generation_of(model_config)
         if division is not None:
             division.read_dtype(None, number_type)
-        model = load_gguf_model(path, model_config.config, number_type, keeps_bits=keeps_bits)
+        model = load_gguf_model(
+            path,
+            model_config.config,
+            number_type,
+            keeps_bits=keeps_bits,
+            device=_codes_on(where),
+        )
         model = _placed(model, number_type, where, division)
         low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
         checkpoint = prepare_model(
@@ -323,6 +342,8 @@ def prepare_model(
         division.divide(model)
         plans = plans_of_part(model, plans)
     is_packed = has_cpu_kernels(parameter.device)
+    if not is_packed:
+        choose_products(model, keeps_fp8=activations == "fp8")
     program = None
     forward: Any = None
     if is_packed:
@@ -342,16 +363,11 @@ def prepare_model(
     paged_prompts = partial(PagedPrompts, model, plans, native, original, states=states)
     prompts = paged_prompts()
     report, rounding, scales = check(prompts), None, prompts.scales()
-    if activations == "int8":
-        if not is_packed:
-            raise ModelError("activations: int8 needs compiled kernels, and none serve here")
-        from ropewalk.model_runtime.loading.low_bits.rounding import (  # noqa: PLC0415  # numba
-            with_rounded_rows,
-        )
-
-        on_phase("rounding activations to int8")
-        prompts, report, rounding = with_rounded_rows(paged_prompts, prompts, report, text_ids)
-    products = BY_TORCH
+    if activations != "exact":
+        on_phase(f"rounding activations to {activations}")
+        rounded = with_rounded_rows(paged_prompts, prompts, report, text_ids, activations)
+        prompts, report, rounding = rounded
+    products = stored_products_text(model) or BY_TORCH
     if is_packed:
         products = products_text(model, parameter.dtype)
         forward = None if program is None else decoder_of(model, plans, program)
@@ -379,7 +395,12 @@ def prepare_model(
 
 
 def _load_model(
-    outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: bool, keeps_bits: bool
+    outline: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool,
+    keeps_bits: bool,
+    device: torch.device | None,
 ) -> Any:
     source = outline.source
     with logged_progress():
@@ -395,6 +416,7 @@ def _load_model(
                 dtype,
                 trust_remote_code=trust_remote_code,
                 keeps_bits=keeps_bits,
+                device=device,
             )
         else:
             model, info = from_pretrained(

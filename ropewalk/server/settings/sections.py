@@ -63,14 +63,16 @@ class ModelSettings(Section):
     )
     weights: Literal["stored", "int8", "dequantised"] = setting(
         "stored",
-        "Storage of weights on a CPU: stored keeps a GGUF file quantised, int8 quantises any "
-        "checkpoint at load, dequantised makes numbers of --dtype.",
+        "Storage of weights: stored keeps a GGUF file quantised, and on a GPU any quantised "
+        "checkpoint; int8 quantises any checkpoint at load, on a CPU; dequantised makes numbers of "
+        "--dtype.",
         unit="name",
     )
-    activations: Literal["exact", "int8"] = setting(
+    activations: Literal["exact", "int8", "fp8"] = setting(
         "exact",
-        "Activations of products with quantised weights, on a CPU: exact keeps them as they are, "
-        "int8 rounds them to eight bits and multiplies in integers.",
+        "Activations of products with quantised weights: exact keeps them as they are, int8 rounds "
+        "them to eight bits on a CPU and multiplies in integers, fp8 rounds them on a GPU for "
+        "weights in FP8.",
         unit="name",
     )
     device: Device = setting(

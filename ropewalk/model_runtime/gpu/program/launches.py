@@ -18,6 +18,7 @@ from torch import Tensor
 from ropewalk.model_runtime.gpu.gate import Activation, activate_into, gate_into
 from ropewalk.model_runtime.gpu.rms_norm import Scale, normalize_into
 from ropewalk.model_runtime.layers.joined_linears import joined_weight
+from ropewalk.model_runtime.layers.low_bits.stored import StoredLinear
 from ropewalk.model_runtime.tracing.operations import (
     Activate,
     Attend,
@@ -196,6 +197,9 @@ def _nothing(*_: Tensor) -> None:
 
 def _product(linears: Linears) -> Callable[..., Any]:
     """Lay out the weight of linears, whose own weights become views of it."""
+    (stored, *_) = linears.modules
+    if isinstance(stored, StoredLinear):  # it is alone
+        return lambda out, x: out.copy_(stored(x))
     weight_NK, bias_N = joined_weight(linears.modules)
     weight_KN = weight_NK.t()
     if bias_N is None:

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan, StateCal
 from ropewalk.model_runtime.gpu.gate import Activation, activation_of
 from ropewalk.model_runtime.gpu.rms_norm import Scale, candidates
 from ropewalk.model_runtime.layers.joined_linears import can_join
+from ropewalk.model_runtime.layers.low_bits.stored import StoredLinear
 from ropewalk.model_runtime.layers.match_norm import equivalent_norm
 from ropewalk.model_runtime.tracing.operations import Call, Linears, Trace, UntraceableError
 from ropewalk.model_runtime.tracing.passes import join_gates, merge_products
@@ -106,7 +107,7 @@ def _attempt(
     model: Any, recorder: GpuRecorder, known: _Known, kinds: set[type[nn.Module]]
 ) -> Trace:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(head) is not nn.Linear:
+    if not _is_linear(head):
         raise UntraceableError("has no head")
     with ExitStack() as stack:
         inside: set[nn.Module] = set()  # of what is called as a whole
@@ -145,6 +146,10 @@ def _noting(recorder: GpuRecorder, module: nn.Module, known: _Known) -> Callable
         return partial(recorder.normalize, scale, len(scale.weight_D))
     if activation is not None:
         return partial(recorder.activate, int(activation))
-    if type(module) is nn.Linear:
+    if _is_linear(module):
         return partial(recorder.multiply, Linears((module,)))
     return module.forward
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear or isinstance(module, StoredLinear)

@@ -56,6 +56,9 @@ class ReorderedLinear(nn.Module):
     linears may each have a format of its own.
     """
 
+    _outputs_N: Tensor | None
+    _inputs_K: Tensor | None
+
     def __init__(
         self,
         linears: Sequence[nn.Module],
@@ -69,8 +72,13 @@ class ReorderedLinear(nn.Module):
         """
         super().__init__()
         self.part = nn.ModuleList(linears)
-        self._outputs_N = None if rows_N is None else torch.from_numpy(rows_N)
-        self._inputs_K = None if columns_K is None else torch.from_numpy(columns_K.argsort())
+        orders = (
+            ("_outputs_N", rows_N),
+            ("_inputs_K", None if columns_K is None else columns_K.argsort()),
+        )
+        for name, order in orders:
+            found = None if order is None else torch.from_numpy(order)
+            self.register_buffer(name, found, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the linear, [..., K] -> [..., N]."""

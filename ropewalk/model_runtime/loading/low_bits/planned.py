@@ -3,12 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, MXFP4, Format
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.codes import Cells, Codes
 from ropewalk.model_runtime.formats.gguf.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
+from ropewalk.model_runtime.formats.quantised_scheme import Group, Scheme
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix
+from ropewalk.model_runtime.layers.experts.router_names import is_router
+from ropewalk.model_runtime.loading.files.folder_files import weight_files
 from ropewalk.model_runtime.loading.files.gguf_checkpoint import hold_stored, weights_of
+from ropewalk.model_runtime.loading.low_bits.codes import StoredWeights
 from ropewalk.model_runtime.loading.low_bits.hold import (
+    IN_CODES,
     expert_holders,
     expert_matrices,
     hold,
@@ -19,6 +28,7 @@ from ropewalk.model_runtime.loading.low_bits.hold import (
 from ropewalk.model_runtime.loading.low_bits.quantise import modules_for_int8
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     NEEDS_FEW_BITS,
+    NEEDS_FP8,
     Activations,
     Storage,
     Weights,
@@ -45,12 +55,16 @@ def planned_storage(
     """
     if weights == "int8":
         refuse_int8(outline.device.type, is_divided=is_divided)
-    if activations == "int8":
-        refuse_rounding(outline.device.type, is_divided=is_divided)
+    if activations != "exact":
+        refuse_rounding(outline.device.type, activations, is_divided=is_divided)
     found = None
-    if weights != "dequantised" and not is_divided and has_cpu_kernels(outline.device):
+    if weights != "dequantised" and not is_divided:
         found = _storage(outline, weights)
     if activations == "exact":
+        return found
+    if activations == "fp8":
+        if outline.has_weights and not (found and any("fp8" in each for each in found.by_format)):
+            raise ModelError(NEEDS_FP8)
         return found
     if found is not None and (found.low_products or found.expert_bytes):
         found.is_rounding = True
@@ -60,6 +74,8 @@ def planned_storage(
 
 
 def _storage(outline: ModelConfig, weights: Weights) -> Storage | None:
+    if not has_cpu_kernels(outline.device):
+        return _in_codes(outline) if weights == "stored" else None
     path = Path(outline.source)
     if weights == "stored" and not path.is_file() and not is_kept(outline.stored):
         return None
@@ -79,6 +95,60 @@ def _storage(outline: ModelConfig, weights: Weights) -> Storage | None:
             hold_experts(model, name, _matrices(model.get_submodule(name), INT8))
     found = storage_of(model)
     return found if found.by_format else None
+
+
+def _in_codes(outline: ModelConfig) -> Storage | None:
+    """Return the storage of weights as codes."""
+    path = Path(outline.source)
+    if not path.is_file() and outline.stored is None:
+        return None
+    model = empty_model(outline.config, trust_remote_code=outline.trust_remote_code)
+    model.to(outline.dtype)
+    if path.is_file():
+        hold_stored(model, weights_of(read_gguf(path), model), in_codes=True)
+    elif outline.stored is not None:
+        if outline.has_weights:
+            inventory = read_inventory(weight_files(path), outline.stored)
+            linears, experts = StoredWeights(model, inventory).read(None, torch.device("meta"))
+        else:
+            linears, experts = _stated(model, outline.stored)
+        hold(model, linears, IN_CODES)
+        for name, matrices in experts.items():
+            hold_experts(model, name, matrices, IN_CODES)
+    found = storage_of(model)
+    return found if found.by_format else None
+
+
+def _stated(
+    model: Any, scheme: Scheme
+) -> tuple[dict[str, Codes], dict[str, dict[str, tuple[Codes, ...]]]]:
+    """Return the codes that a scheme promises, without files: about those that a load finds."""
+    outside = model.get_input_embeddings(), model.get_output_embeddings()
+    linears: dict[str, Codes] = {}
+    experts: dict[str, dict[str, tuple[Codes, ...]]] = {}
+    for name, module in holders(model).items():
+        group = scheme.group_of(name.removesuffix(".weight"))
+        is_held = module not in outside and not is_router(name.removesuffix(".weight"))
+        if is_held and group is not None and scheme.method != "mxfp4":
+            linears[name] = _stated_codes(group, tuple(module.weight.shape))
+    for name, module in expert_holders(model).items():
+        group = scheme.group_of(name)
+        if group is not None:
+            experts[name] = {
+                each: (_stated_codes(group, tuple(getattr(module, each).shape)),)
+                for each in expert_matrices(module)
+            }
+    return linears, experts
+
+
+def _stated_codes(group: Group, shape: tuple[int, ...]) -> Codes:
+    num_outputs, num_inputs = shape[-2:]
+    cells = (*shape[:-2], *group.grids[0].shape(num_outputs, num_inputs))
+    lower = torch.empty(*shape[:-1], num_inputs * group.bits // 8, dtype=torch.uint8, device="meta")
+    scale = torch.empty(cells, dtype=torch.float16, device="meta")
+    grid = group.grids[0]
+    found = Cells(scale, grid.rows, grid.columns)
+    return Codes(str(group), group.bits, num_outputs, num_inputs, lower, (found,))
 
 
 def _panels(kind: Format, num_outputs: int, num_inputs: int) -> Any:

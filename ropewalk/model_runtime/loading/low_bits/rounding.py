@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
+from ropewalk.model_runtime.layers.low_bits.executors import fp8_fault, round_to_fp8
 from ropewalk.model_runtime.loading.low_bits.quantise import Distance, distance
-from ropewalk.model_runtime.loading.low_bits.sizes import NEEDS_FEW_BITS
+from ropewalk.model_runtime.loading.low_bits.sizes import NEEDS_FEW_BITS, NEEDS_FP8, Activations
 from ropewalk.model_runtime.loading.self_check import (
     PagedPrompts,
     SelfCheckReport,
     has_same_bits,
 )
 from ropewalk.model_runtime.probing.untouched import LONG_LEN
+from ropewalk.model_runtime.runner.backends import has_cpu_kernels
 
 _MOST_TOKENS = 128
 
@@ -26,6 +27,7 @@ def with_rounded_rows(
     prompts: PagedPrompts,
     report: SelfCheckReport,
     text_ids: Sequence[int],
+    activations: Activations,
 ) -> tuple[PagedPrompts, SelfCheckReport, Distance]:
     """Let a checked model round its activations, in place.
 
@@ -34,9 +36,23 @@ def with_rounded_rows(
     over pieces of a text. Raises ModelError if no linear has weights in few bits.
     """
     model, text_ids = prompts.model, list(text_ids[:_MOST_TOKENS]) or prompts.original.long_ids
+    device = next(model.parameters()).device
     before_TV = _text_logits(prompts, text_ids)
-    if not round_activations(model, next(model.parameters()).dtype):
-        raise ModelError(NEEDS_FEW_BITS)
+    if activations == "fp8":
+        fault = fp8_fault(device)
+        if fault is not None:
+            raise ModelError(fault)
+        if not round_to_fp8(model):
+            raise ModelError(NEEDS_FP8)
+    else:
+        if not has_cpu_kernels(device):
+            raise ModelError("activations: int8 needs compiled kernels, and none serve here")
+        from ropewalk.model_runtime.layers.low_bits.rounded import (  # noqa: PLC0415  # numba
+            round_activations,
+        )
+
+        if not round_activations(model, next(model.parameters()).dtype):
+            raise ModelError(NEEDS_FEW_BITS)
     prompts = paged_prompts()
     found = distance(before_TV, _text_logits(prompts, text_ids))
     report = replace(report, bitwise=report.bitwise and has_same_bits(prompts))

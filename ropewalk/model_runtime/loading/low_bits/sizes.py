@@ -19,7 +19,7 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.experts.router_names import is_router
 
 Weights = Literal["stored", "int8", "dequantised"]
-Activations = Literal["exact", "int8"]
+Activations = Literal["exact", "int8", "fp8"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
 # Linears that read one tensor are one product. Names are those of transformers and of GGUF.
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
@@ -68,9 +68,10 @@ def is_kept(scheme: Scheme | None) -> bool:
 class Storage:
     """The bytes of a model's weights, once they are stored."""
 
-    by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
+    by_format: dict[str, int] = field(default_factory=dict)  # panels or codes, with scales
     float_bytes: int = 0
-    expert_bytes: int = 0  # of experts in panels, a part of `by_format`
+    expert_bytes: int = 0  # of experts in few bits, a part of `by_format`
+    in_codes: bool = False  # on a GPU; a load chooses the products
     is_rounding: bool = False  # whether products with weights of few bits round their rows
     low_products: set[tuple[str, int]] = field(default_factory=set)  # of few bits, with inputs
     # Bytes that floats take in addition if they join a product of few bits, by product and inputs.
@@ -109,6 +110,8 @@ class Storage:
 
     def products(self, numbers: str) -> str:
         """Return how weights in few bits are multiplied, for the banner; see `panels_text`."""
+        if self.in_codes:
+            return f"{self.formats}; a load chooses their products"
         return panels_text(self.formats, ROUNDED if self.is_rounding else numbers)
 
 
@@ -132,13 +135,20 @@ NEEDS_FEW_BITS = (
     "activations: int8 needs linears or experts with quantised weights; set weights to int8, or "
     "serve a GGUF file that has them"
 )
+NEEDS_FP8 = (
+    "activations: fp8 needs linears with weights in FP8 that have one scale for a row or a tensor, "
+    "and weights: stored"
+)
 
 
-def refuse_rounding(device_type: str, *, is_divided: bool) -> None:
+def refuse_rounding(device_type: str, activations: Activations, *, is_divided: bool) -> None:
     """Raise ModelError if activations are not rounded on this device or by several processes."""
-    if device_type != "cpu":
+    if activations == "int8" and device_type != "cpu":
         raise ModelError(f"activations: int8 is served on a CPU only, the device is {device_type}")
+    if activations == "fp8" and device_type != "cuda":
+        raise ModelError(f"activations: fp8 is served on a GPU only, the device is {device_type}")
     if is_divided:
         raise ModelError(
-            "activations: int8 is not divided among processes; tensor_parallel_size must be 1"
+            f"activations: {activations} is not divided among processes; tensor_parallel_size must "
+            "be 1"
         )

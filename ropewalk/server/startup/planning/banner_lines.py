@@ -335,9 +335,10 @@ def _weight_lines(
             f"  weights          {low_bits.formats}, {size_text(low_bits.num_bytes)} with scales "
             f"and {floats} of floats; {distance or 'the values of the file'}"
         )
-    if settings.activations == "int8":
+    if settings.activations != "exact":
         distance = _MEASURED if loaded is None else loaded.rounding
-        inputs = f"int8 with a scale for each {INT8.group} inputs"
+        cell = "row" if settings.activations == "fp8" else f"{INT8.group} inputs"
+        inputs = f"{settings.activations} with a scale for each {cell}"
         lines.append(f"  activations      {inputs}; {distance}")
     return lines
 

@@ -1,0 +1,159 @@
+"""Choose the product of each linear whose weight is held as codes, by format and card.
+
+A candidate multiplies rows that are drawn at random, and is compared with the product of the
+widened weight. A linear whose candidate is wrong or fails keeps that product.
+
+Shapes: R = rows, K = inputs, N = outputs.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from ropewalk.model_runtime.formats.codes import Codes
+from ropewalk.model_runtime.layers.low_bits import humming
+from ropewalk.model_runtime.layers.low_bits.stored import (
+    Multiply,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    widened_product,
+)
+
+DEVICE_TYPE = "cuda"  # of the library's products
+_TRIAL_ROWS = 16
+# Largest distance from the product of the widened weight, relative to it.
+_MOST_ERROR = 0.01  # scales that a library rounds to the served type
+_MOST_ROUNDED = 0.08  # E4M3 has three bits behind the first
+_FP8 = torch.float8_e4m3fn
+_FP8_ALIGNED = 16  # inputs and outputs of scaled_mm
+_FP8_CARD = (8, 9)  # the oldest that multiplies it
+
+_log = structlog.get_logger(__name__)
+
+
+def choose_products(model: nn.Module, *, keeps_fp8: bool = False) -> None:
+    """Give linears the products of a library where it serves them, in place.
+
+    `keeps_fp8`: but not those that `round_to_fp8` will replace.
+    """
+    shared = {id(each.codes) for each in model.modules() if isinstance(each, StoredEmbedding)}
+    for module in model.modules():
+        if isinstance(module, StoredLinear) and module.codes is not None:
+            is_kept = keeps_fp8 and _has_fp8_rows(module.codes)
+            if not is_kept and id(module.codes) not in shared:
+                _try_library(module)
+
+
+def round_to_fp8(model: nn.Module) -> bool:
+    """Round the rows of linears with weights in FP8 to it, in place; return whether any could."""
+    done = False
+    for module in model.modules():
+        if isinstance(module, StoredLinear) and module.codes is not None:
+            if not _has_fp8_rows(module.codes):
+                continue
+            make = partial(partial, _fp8_product, module.codes)
+            done |= _replaced(module, make, "scaled_mm", _MOST_ROUNDED)
+    return done
+
+
+def fp8_fault(device: torch.device) -> str | None:
+    """Return why a GPU does not multiply FP8; None if it does."""
+    card = torch.cuda.get_device_capability(device)
+    if card < _FP8_CARD:
+        least = ".".join(map(str, _FP8_CARD))
+        return f"activations: fp8 needs compute capability {least}, the GPU has {card[0]}.{card[1]}"
+    return None
+
+
+def _has_fp8_rows(codes: Codes) -> bool:
+    """Return whether a weight is FP8 with one scale for each output, or for all of them."""
+    sizes = codes.num_inputs, codes.num_outputs
+    (scale, *others) = codes.scale
+    is_whole = not others and scale.columns == 0 and scale.rows in (0, 1)
+    return codes.lower.dtype == _FP8 and is_whole and not any(each % _FP8_ALIGNED for each in sizes)
+
+
+def _fp8_product(codes: Codes, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows that are rounded to FP8, each with a scale of its own."""
+    x_RK = x.reshape(-1, x.shape[-1])
+    most = torch.finfo(_FP8).max
+    scale_R1 = (x_RK.abs().amax(-1, keepdim=True).float() / most).clamp(min=1e-12)
+    rounded_RK = (x_RK / scale_R1).clamp(-most, most).to(_FP8)
+    scale_N1 = codes.scale[0].numbers.float().expand(codes.num_outputs, 1).contiguous()
+    row_wise = nn.functional.ScalingType.RowWise
+    out_RN = nn.functional.scaled_mm(
+        rounded_RK,
+        codes.lower.t(),
+        scale_R1,
+        row_wise,
+        scale_N1.t(),
+        row_wise,
+        output_dtype=torch.bfloat16,
+    ).to(x.dtype)
+    out_RN = out_RN if bias is None else out_RN + bias
+    return out_RN.reshape(*x.shape[:-1], -1)
+
+
+def _try_library(module: StoredLinear) -> None:
+    codes, dtype = module.codes, module.weight.dtype
+    assert codes is not None
+    is_on_gpu = codes.lower.device.type == DEVICE_TYPE
+    if not (is_on_gpu and humming.is_there() and humming.could_serve(codes)):
+        return
+    if _replaced(module, lambda: humming.product(codes, dtype), humming.NAME, _MOST_ERROR):
+        module.codes = None  # the library has its own layout of them
+
+
+def _replaced(
+    module: StoredLinear, make: Callable[[], Multiply], name: str, most_error: float
+) -> bool:
+    """Give a linear the product that `make` returns, if it multiplies alike."""
+    codes, dtype = module.codes, module.weight.dtype
+    assert codes is not None
+    generator = torch.Generator().manual_seed(0)
+    x_RK = torch.randn(_TRIAL_ROWS, module.in_features, generator=generator)
+    x_RK = x_RK.to(codes.lower.device, dtype)
+    expected = widened_product(codes, x_RK, None).float()
+    try:
+        multiply = make()
+        error = float((multiply(x_RK, None).float() - expected).norm() / expected.norm())
+    except Exception as failure:  # noqa: BLE001  # a library's own, or its compiler's
+        _log.warning("product_failed", weights=module.format, by=name, reason=str(failure)[:200])
+        return False
+    if not error <= most_error:
+        _log.warning("product_wrong", weights=module.format, by=name, error=error, most=most_error)
+        return False
+    module.multiply, module.product_name = multiply, name
+    return True
+
+
+def products_text(model: nn.Module) -> str:
+    """Return how weights held as codes are multiplied, for the banner: most bytes first.
+
+    It is empty for a model without such weights.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    lacks_library = False
+    for module in model.modules():
+        if isinstance(module, StoredLinear):
+            found[module.product_name, module.format] += module.num_bytes
+            if not module.product_name and module.codes is not None:
+                lacks_library |= not humming.is_there() and humming.could_serve(module.codes)
+        elif isinstance(module, StoredExperts):
+            for codes in (each for parts in module.matrices.values() for each in parts):
+                found["", f"experts in {codes.name}"] += codes.num_bytes
+    by_product: dict[str, list[str]] = {}
+    for (name, weights), _ in found.most_common():
+        by_product.setdefault(name, []).append(weights)
+    parts = [
+        f"{' and '.join(weights)} {f'by {name}' if name else 'widened for each product (slow)'}"
+        for name, weights in by_product.items()
+    ]
+    if lacks_library:
+        parts.append("the extra gpu-weights has a faster product")
+    return "; ".join(parts)

@@ -1,0 +1,98 @@
+"""The products of humming-kernels (the extra `gpu-weights`) for weights held as codes.
+
+No GPU has run this. A trial of each linear decides whether it is used (`executors.py`).
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.model_runtime.formats.codes import Cells, Codes, packed
+from ropewalk.model_runtime.layers.low_bits.stored import Multiply
+
+NAME = "humming-kernels"
+_BITS = (2, 4, 8)
+_ALIGNED = 64  # inputs and outputs of a product
+
+
+def is_there() -> bool:
+    """Return whether the extra is installed."""
+    return find_spec("humming") is not None
+
+
+def could_serve(codes: Codes) -> bool:
+    """Return whether the library has products for a format: integers with groups, and FP8."""
+    (scale, *others) = codes.scale
+    if others or codes.upper is not None or codes.table is not None or codes.minimum:
+        return False
+    if codes.num_inputs % _ALIGNED or codes.num_outputs % _ALIGNED:
+        return False
+    if codes.lower.dtype == torch.float8_e4m3fn:
+        return not isinstance(codes.zero, Cells) and codes.zero == 0
+    middle = 1 << (codes.bits - 1)
+    zero = 0 if codes.lower.dtype == torch.int8 else middle
+    has_zeros = isinstance(codes.zero, Cells)
+    is_unsigned = codes.lower.dtype == torch.uint8
+    return (
+        codes.bits in _BITS
+        and scale.rows == 1
+        and (is_unsigned if has_zeros else codes.zero == zero)
+    )
+
+
+def product(codes: Codes, dtype: torch.dtype) -> Multiply:
+    """Return the library's product of a weight, in the library's layout."""
+    from humming.layer import HummingLayer  # noqa: PLC0415  # the extra
+
+    config, tensors = _stored(codes, dtype)
+    layer: Any = HummingLayer(
+        shape_n=codes.num_outputs,
+        shape_k=codes.num_inputs,
+        weight_config=config,
+        torch_dtype=dtype,
+    ).to(codes.lower.device)
+    layer.load_state_dict(tensors, strict=False)
+    layer.transform()
+    order = codes.order
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if order is not None:
+            rows = rows.index_select(-1, order)
+        out: Tensor = layer(rows.contiguous())
+        out = out if bias is None else out + bias
+        return out.reshape(*x.shape[:-1], -1)
+
+    return multiply
+
+
+def _stored(codes: Codes, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the library's words for a format, and the tensors in its form before `transform`."""
+    scale = codes.scale[0]
+    is_fp8 = codes.lower.dtype == torch.float8_e4m3fn
+    config: dict[str, Any] = {"dtype": "float8e4m3" if is_fp8 else f"uint{codes.bits}"}
+    lower, numbers = codes.lower, scale.numbers
+    if lower.dtype == torch.int8:  # codes are too large by half their range
+        lower = lower.view(torch.uint8) ^ 128
+    tensors = {"weight": lower.contiguous().view(torch.int32)}
+    if scale.rows > 1:
+        config |= {"group_size": scale.columns, "group_size_n": scale.rows}
+        tensors["weight_scale"] = numbers.float()
+    elif scale.rows == 0:
+        config["scale_type"] = "tensor"
+        tensors["weight_scale"] = numbers.float().reshape(1)
+    else:
+        config["group_size"] = scale.columns
+        tensors["weight_scale"] = numbers.to(dtype)
+    if isinstance(codes.zero, Cells):
+        config["has_zero_point"] = True
+        tensors["zero_point"] = _zero_points(codes.zero.numbers, codes.bits)
+    return config, tensors
+
+
+def _zero_points(zero_NG: Tensor, bits: int) -> Tensor:
+    """Return zero points as words along the outputs, [N * bits / 32, G]."""
+    words_GW = packed(zero_NG.t().contiguous(), bits).contiguous().view(torch.int32)
+    return words_GW.t().contiguous()

@@ -1,0 +1,279 @@
+"""Weights that stay in the bits of their files on a GPU are the dequantised weights.
+
+The modules are torch's operations, so they run on a CPU here. No other kernel is tried.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
+from ropewalk.model_runtime.formats.codes import unpacked as unpacked_codes
+from ropewalk.model_runtime.formats.gguf.gguf_blocks import unpacked
+from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
+from ropewalk.model_runtime.layers.low_bits import executors, humming, stored
+from ropewalk.model_runtime.layers.low_bits.stored import (
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+)
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.files.gguf_checkpoint import gguf_config, load_gguf_model
+from ropewalk.model_runtime.loading.files.quantised_checkpoint import load_quantised
+from ropewalk.model_runtime.loading.low_bits import planned
+from ropewalk.model_runtime.loading.low_bits.codes import blocks_as_codes
+from ropewalk.model_runtime.loading.low_bits.hold import storage_of
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.model_config import read_model_config
+from tests.checkpoints.expert_files import expert_file
+from tests.checkpoints.gguf_cases import CASES as GGUF_CASES
+from tests.checkpoints.gguf_files import Written as GgufWritten
+from tests.checkpoints.gguf_files import quantised
+from tests.checkpoints.quantised_cases import CASES, case
+from tests.checkpoints.quantised_files import Case, Written, change_config, files_tensors
+from tests.checkpoints.random_blocks import random_rows
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.tokens import byte_tokenizer_fast
+from tests.oracles.triton_attention import load_as_on_a_gpu
+
+CPU = torch.device("cpu")
+
+
+def held(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a quantised folder, with weights that stay in their bits."""
+    name = str(dtype).removeprefix("torch.")
+    outline = read_model_config(folder, dtype=name, device="cpu")
+    assert outline.stored is not None
+    model, info = load_quantised(
+        folder,
+        outline.config,
+        outline.stored,
+        dtype,
+        trust_remote_code=False,
+        keeps_bits=True,
+        device=CPU,
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def weight_of(module: StoredLinear) -> Tensor:
+    """The widened weight of a linear, in the order of its inputs."""
+    assert module.codes is not None
+    found = torch.empty(module.out_features, module.in_features, dtype=module.weight.dtype)
+    module.codes.fill(found, 1 << 12)
+    return found
+
+
+def logits(model: Any, num_tokens: int) -> Tensor:
+    """The logits of a plain forward of transformers."""
+    ids = torch.randint(0, 199, (1, num_tokens), generator=torch.manual_seed(1))
+    with torch.inference_mode():
+        found: Tensor = model(ids).logits
+    return found
+
+
+def assert_same_model(model: Any, expected: Any, num_tokens: int = 24) -> None:
+    """Compare the logits of plain forwards in float32."""
+    torch.testing.assert_close(
+        logits(model, num_tokens), logits(expected, num_tokens), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
+def test_safetensors_stay_in_their_bytes_and_have_the_dequantised_weights(
+    each: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights agree to the bit, logits within rounding; the plan knows the bytes beforehand."""
+    monkeypatch.setattr(stored, "_AT_ONCE", 1 << 13)  # several pieces of a weight
+    written = each.write(tmp_path / "quantised")
+    expected = written.dequantised(tmp_path / "plain", torch.float32)
+    model = held(written.folder)
+    linears = {name: own for name, own in model.named_modules() if isinstance(own, StoredLinear)}
+    experts = [own for own in model.modules() if isinstance(own, StoredExperts)]
+    assert linears
+    for name, module in linears.items():
+        assert torch.equal(weight_of(module), expected.get_submodule(name).weight), name
+    assert len(experts) == (2 if each.name == "fp8-experts" else 0)
+    assert_same_model(model, expected)
+    found = storage_of(model)
+    stored_bytes = sum(
+        tensor.nbytes
+        for name, tensor in written.tensors.items()
+        if tensor.itemsize < 2 or tensor.dtype == torch.int32 or "scale" in name
+    )
+    assert sum(found.by_format.values()) < 1.1 * stored_bytes + 4096
+    monkeypatch.setattr(planned, "has_cpu_kernels", lambda _: False)
+    ahead = planned_storage(
+        read_model_config(written.folder, dtype="float32", device="cpu"), "stored", is_divided=False
+    )
+    assert ahead is not None
+    assert ahead.float_bytes == found.float_bytes
+    assert ahead.by_format.keys() == found.by_format.keys()
+    all_codes = [own.codes for own in linears.values() if own.codes is not None]
+    orders = sum(each.order.nbytes for each in all_codes if each.order is not None)
+    assert ahead.num_bytes == found.num_bytes - orders
+
+
+@pytest.mark.parametrize("type_name", BY_TYPE)
+def test_blocks_of_gguf_have_the_numbers_of_ggml(type_name: str) -> None:
+    """To the bit in float32, by the package gguf, for any bits of a block."""
+    kind, (num_rows, num_inputs) = BY_TYPE[type_name], (70, 512)
+    rows = random_rows(type_name, num_rows, num_inputs)
+    pieces = [(first, unpacked(rows[first : first + 32], type_name)) for first in (0, 32, 64)]
+    codes = blocks_as_codes(kind, (num_rows, num_inputs), pieces, CPU)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, Type[type_name]))
+    assert torch.equal(codes.widened(torch.float32, 3, 50), expected[3:50])
+    ids = torch.tensor([69, 0, 69, 12])
+    assert torch.equal(codes.at(ids).widened(torch.float32), expected[ids])
+    assert torch.equal(codes.widened(torch.bfloat16), expected.bfloat16())
+    # Scales and minima of less than eight bits take a byte each.
+    assert codes.num_bytes <= 1.2 * rows.nbytes
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0"])
+def test_a_gguf_model_holds_its_embedding_and_a_tied_head_once(
+    type_name: str, tmp_path: Path
+) -> None:
+    """Linears, embedding and head are in the file's bits."""
+    found = next(each for each in GGUF_CASES if each.name == "llama")
+    path = found.write(tmp_path / "model.gguf", GgufWritten(encode=quantised(Type[type_name])))
+    config = gguf_config(path)
+    model = load_gguf_model(path, config, torch.float32, keeps_bits=True, device=CPU).eval()
+    assert isinstance(model.get_input_embeddings(), StoredEmbedding)
+    assert isinstance(model.get_output_embeddings(), StoredLinear)
+    assert_same_model(model, load_gguf_model(path, config, torch.float32).eval())
+
+
+def gpt_oss(folder: Path) -> tuple[Path, Any]:
+    """A folder with experts in MXFP4, and the model that transformers unpacks of it."""
+    model = tiny_model("gpt_oss", hidden_size=128, intermediate_size=64, vocab_size=256)
+    model.save_pretrained(folder / "quantised")
+    byte_tokenizer_fast().save_pretrained(folder / "quantised")
+    tensors, plain = {}, {}
+    for name, tensor in files_tensors(folder / "quantised").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = plain[name] = tensor
+            continue
+        num_experts, num_inputs, num_outputs = tensor.shape
+        shape = num_experts, num_outputs, num_inputs // 32, 16
+        blocks = torch.randint(256, shape, dtype=torch.uint8)
+        scales = torch.randint(115, 123, blocks.shape[:-1], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    references = {name: tensor.to for name, tensor in plain.items()}
+    written = Written(folder / "quantised", tensors, references)
+    written.store()
+    change_config(written.folder, quantization_config={"quant_method": "mxfp4"})
+    return written.folder, written.dequantised(folder / "plain", torch.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 24, 100])  # one choice at a time, all, or by routes
+def test_experts_in_mxfp4_are_those_of_gpt_oss(
+    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the three ways through the experts gives the logits of the dequantised model."""
+    monkeypatch.setattr(stored, "_MOST_ROUTED", 64)
+    folder, expected = gpt_oss(tmp_path)
+    model = held(folder)
+    found = [own for own in model.modules() if isinstance(own, StoredExperts)]
+    assert len(found) == len(model.model.layers)
+    assert_same_model(model, expected.eval(), num_tokens)
+
+
+def test_experts_of_a_gguf_file_stay_in_their_bits(tmp_path: Path) -> None:
+    """Gates and ups may have other types than downs."""
+    path = expert_file(
+        tmp_path / "model.gguf", ("Q4_K", "Q4_K", "Q6_K"), case="qwen3moe", width=256
+    )
+    config = gguf_config(path)
+    model = load_gguf_model(path, config, torch.float32, keeps_bits=True, device=CPU).eval()
+    assert any(isinstance(own, StoredExperts) for own in model.modules())
+    assert_same_model(model, load_gguf_model(path, config, torch.float32).eval())
+
+
+def test_a_model_is_loaded_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check compares it with the widened weights; the banner says how they multiply."""
+    load_as_on_a_gpu(monkeypatch)
+    folder = case("gptq-ordered").write(tmp_path / "quantised").folder
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    assert checkpoint.low_bits is not None
+    assert checkpoint.products.startswith("int4 in groups of 32 widened for each product")
+    assert isinstance(vars(checkpoint.model).get("forward"), FlatForward)
+
+
+def test_rows_are_rounded_to_fp8_for_weights_with_a_scale_for_each_row(tmp_path: Path) -> None:
+    """Weights in blocks keep exact rows; others come near the exact product, and not to it."""
+    model = held(case("fp8-dynamic").write(tmp_path / "rows").folder)
+    module = model.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 3, 128)
+    exact = module(x)
+    assert executors.round_to_fp8(model)
+    distance = float((module(x) - exact).norm() / exact.norm())
+    assert 1e-4 < distance < 0.08
+    assert not executors.round_to_fp8(held(case("fp8-blocks").write(tmp_path / "blocks").folder))
+
+
+@pytest.mark.parametrize("factor", [1.001, 1.5, float("nan"), None])
+def test_a_librarys_product_is_used_if_its_figures_are_those_of_the_widened_weight(
+    factor: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong product, NaN, and one that raises leave the product of the widened weight."""
+    model = held(case("awq").write(tmp_path / "quantised").folder)
+    monkeypatch.setattr(executors, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(humming, "is_there", lambda: True)
+
+    def product(codes: Any, _: torch.dtype) -> Any:
+        if factor is None:
+            raise RuntimeError("no compiler")
+        return lambda x, bias: stored.widened_product(codes, x, bias) * factor
+
+    monkeypatch.setattr(humming, "product", product)
+    executors.choose_products(model)
+    text = executors.products_text(model)
+    module = model.model.layers[0].self_attn.q_proj
+    is_taken = factor == 1.001
+    assert (module.codes is None) == is_taken
+    assert ("by humming-kernels" in text) == is_taken
+    assert ("widened" in text) == (not is_taken)
+
+
+def test_the_librarys_tensors_hold_the_codes_of_the_file(tmp_path: Path) -> None:
+    """Shapes as humming 0.1.20 documents them; nothing of it runs here."""
+    model = held(case("awq").write(tmp_path / "quantised").folder)
+    codes = model.model.layers[0].mlp.down_proj.codes
+    assert humming.could_serve(codes)
+    config, tensors = humming._stored(codes, torch.bfloat16)
+    num_groups = codes.num_inputs // 64
+    assert config == {"dtype": "uint4", "group_size": 64, "has_zero_point": True}
+    assert tensors["weight"].shape == (codes.num_outputs, codes.num_inputs // 8)
+    assert tensors["weight_scale"].shape == (codes.num_outputs, num_groups)
+    assert tensors["zero_point"].shape == (codes.num_outputs // 8, num_groups)
+    zero_GN = unpacked_codes(tensors["zero_point"].t().contiguous().view(torch.uint8), 4)
+    assert torch.equal(zero_GN.t(), codes.zero.numbers)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-blocks", "fp8-experts", "w4a16"])
+def test_a_config_alone_promises_about_the_bytes_of_a_load(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a hub id whose weights are not here."""
+    monkeypatch.setattr(planned, "has_cpu_kernels", lambda _: False)
+    folder = case(name).write(tmp_path / "quantised").folder
+    sizes = []
+    for has_weights in (True, False):
+        options: Mapping[str, Any] = {"dtype": "float32", "has_weights": has_weights}
+        found = planned_storage(
+            read_model_config(folder, device="cpu", **options), "stored", is_divided=False
+        )
+        assert found is not None
+        sizes.append(found.num_bytes)
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05
