@@ -192,12 +192,15 @@ def read_model_config(
     source: str | Path,
     *,
     dtype: str = "auto",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     trust_remote_code: bool = False,
     has_weights: bool = True,
 ) -> ModelConfig:
-    """Find a checkpoint and read its config. Raises ModelError that names the problem."""
-    where = torch_device(device)
+    """Find a checkpoint and read its config. Raises ModelError that names the problem.
+
+    `device`: a setting's name, or a device, which need not be here.
+    """
+    where = torch_device(device) if isinstance(device, str) else device
     if has_weights and (path := find_gguf(source)) is not None:
         config = gguf_config(path)
         return ModelConfig(path, config, torch_dtype(dtype, config, where), where)

@@ -27,8 +27,15 @@ _SETTINGS_FILES = (".yaml", ".yml")
     is_flag=True,
     help="Load the model as `serve` does, run the self-check and one completion.",
 )
+@click.option(
+    "--gpu-memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Plan for a GPU with so much memory, which need not be here.",
+)
 @with_flags(*SECTIONS)
-def check(model: str | None, *, load: bool, **flags: Any) -> None:
+def check(
+    model: str | None, *, load: bool, gpu_memory_gib: float | None = None, **flags: Any
+) -> None:
     """Show what `ropewalk serve` would serve here. Weights are loaded for --load only.
 
     MODEL is a folder, a GGUF file or a hub id, and FILE a YAML file of settings, as in --config.
@@ -46,12 +53,19 @@ def check(model: str | None, *, load: bool, **flags: Any) -> None:
         raise click.UsageError("name a MODEL or a FILE, as in `config check FILE`")
     with sentences() as teller:
         settings = load_settings(stated)
-        click.echo(printable("\n".join(check_lines(settings, teller, loads=load))))
+        if load and gpu_memory_gib is not None:
+            raise click.UsageError("--gpu-memory-gib plans only, and --load loads")
+        gpu_bytes = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
+        lines = check_lines(settings, teller, loads=load, gpu_bytes=gpu_bytes)
+        click.echo(printable("\n".join(lines)))
 
 
-def check_lines(settings: ServeSettings, teller: Teller, *, loads: bool) -> list[str]:
+def check_lines(
+    settings: ServeSettings, teller: Teller, *, loads: bool, gpu_bytes: int | None = None
+) -> list[str]:
     """Return what would be served: read up to the weights, or loaded, checked and asked.
 
+    `gpu_bytes`: the memory of a GPU to plan for; None: the device that is here.
     Raises ModelError or SettingsError as `serve` does, with a line for each problem.
     """
     problems = Problems()
@@ -62,10 +76,10 @@ def check_lines(settings: ServeSettings, teller: Teller, *, loads: bool) -> list
     from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
 
     log_to_stderr()
-    outlook = problems.tried(lambda: outlook_of(settings))
+    outlook = problems.tried(lambda: outlook_of(settings, gpu_bytes))
     problems.refuse()
     assert outlook is not None, "it was made without a problem"
-    return _loaded_lines(settings, teller) if loads else outlook_lines(settings, outlook)
+    return _loaded_lines(settings, teller) if loads else outlook_lines(settings, outlook, gpu_bytes)
 
 
 def _loaded_lines(settings: ServeSettings, teller: Teller) -> list[str]:

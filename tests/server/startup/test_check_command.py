@@ -211,3 +211,18 @@ def test_a_wrong_deployment_is_refused_before_weights_are_read(tmp_path: Path) -
     settings = load_settings({"model": str(folder), "rope_scaling": '{"rope_type": "yarm"}'})
     with pytest.raises(SettingsError, match="rope_scaling: rope_type: must be one of"):
         load_service(settings)
+
+
+def test_a_card_that_is_not_here_is_planned_for(tmp_path: Path) -> None:
+    """Weights, cache and the longest context are those of its memory; too little is refused."""
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("max_num_seqs: 4\n")
+    ended = CliRunner().invoke(check, [str(path), "--gpu-memory-gib", "0.03"])
+    assert ended.exit_code == 0, ended.output
+    assert "LlamaForCausalLM, cuda" in ended.stdout
+    assert "of 30.7 MiB (planned: `serve` sizes the cache by a step)" in ended.stdout
+    tight = CliRunner().invoke(check, [str(path), "--gpu-memory-gib", "0.01"])
+    assert "(what the KV cache holds)" in tight.stdout
+    small = CliRunner().invoke(check, [str(path), "--gpu-memory-gib", "0.001"])
+    assert small.exit_code == 2
+    assert "no room for a page of the KV cache beside" in small.stderr

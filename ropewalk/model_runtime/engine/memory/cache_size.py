@@ -56,16 +56,22 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def affordable_bytes(
-    device: torch.device, gpu_utilization: float, num_bytes_to_come: int = 0
+    device: torch.device,
+    gpu_utilization: float,
+    num_bytes_to_come: int = 0,
+    planned_bytes: int | None = None,
 ) -> int:
     """Return the default memory of a cache: a fraction of the free memory, less what is to come.
 
     On a GPU it estimates the value that memory_profile.py measures after the weights are loaded.
     The memory in use and `num_bytes_to_come`, the weights not loaded yet, are subtracted from
-    `gpu_utilization` of the device. The estimate is a fraction of the rest.
+    `gpu_utilization` of the device. The estimate is a fraction of the rest. `planned_bytes`: the
+    memory of a GPU that need not be here, and has no other use.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free = total = planned_bytes or 0
+        if planned_bytes is None:
+            free, total = torch.cuda.mem_get_info(device)
         left = total * gpu_utilization - (total - free) - num_bytes_to_come
         return max(0, int(left * (1 - _STEP_SHARE)))
     return int(max(0, machine_memory().free - num_bytes_to_come) * _CPU_SHARE)

@@ -27,19 +27,23 @@ from ropewalk.server.startup.planning.serving_plan import ModelFacts
 
 
 def facts_ahead(
-    outline: ModelConfig, settings: ServeSettings, rank_bytes: int, host: MachineMemory
+    outline: ModelConfig,
+    settings: ServeSettings,
+    rank_bytes: int,
+    host: MachineMemory,
+    planned_bytes: int | None = None,
 ) -> ModelFacts:
     """Return the facts about a model with `rank_bytes` of weights to come in each process.
 
-    `host`: the memory of the machine. Raises ModelError if the model has no pages in the format of
-    its cache.
+    `host`: the memory of the machine. `planned_bytes`: that of a GPU that need not be here. Raises
+    ModelError if the model has no pages in the format of its cache.
     """
     form = settings.page_size, settings.kv_cache_dtype
     layout = outline.cache_layout(*form, settings.tensor_parallel_size)
     layout.check()
     refuse_format_on(outline.device, layout.format)
     read = outline.native(), layout, outline.windows()
-    return _facts(settings, outline.device, read, host, rank_bytes)
+    return _facts(settings, outline.device, read, host, rank_bytes, planned_bytes=planned_bytes)
 
 
 def facts_of(
@@ -70,13 +74,16 @@ def _facts(
     read: tuple[NativeRope, CacheLayout, Mapping[int, int | None]],
     host: MachineMemory,
     rank_bytes: int = 0,
+    *,
+    planned_bytes: int | None = None,
 ) -> ModelFacts:
     """Return the facts about a model on a device, with weights to come."""
     num_ranks = read[1].num_ranks
-    total = gpu_bytes(device)
+    total = gpu_bytes(device) if planned_bytes is None else planned_bytes
     # On a CPU the ranks share the memory; GPUs have their own.
     to_come = rank_bytes * num_ranks if total is None else rank_bytes
-    affordable = affordable_bytes(device, settings.gpu_memory_utilization, to_come)
+    share = settings.gpu_memory_utilization
+    affordable = affordable_bytes(device, share, to_come, planned_bytes)
     if total is not None:
         affordable *= num_ranks
     return ModelFacts(*read, affordable, host, total, to_come)
