@@ -3,10 +3,12 @@
 The same outcomes are asserted by tests/model_runtime/loading/test_patch_model.py.
 """
 
+import os
 import re
 import sys
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import structlog
 
@@ -15,6 +17,11 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, program_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.install_forward import install_forward
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_with_states
+from ropewalk.model_runtime.loading.self_check import PagedPrompts
+from ropewalk.model_runtime.probing.untouched import original_logits
 from ropewalk.model_runtime.tracing.operations import UntraceableError
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.tokens import byte_tokenizer
@@ -79,7 +86,8 @@ class Outcome:
     plans: tuple[LayerPlan, ...]  # empty when refused
     is_bitwise: bool
     refusal: str  # empty when served
-    step: str = ""  # how a decode step is computed, when served
+    on_cpu: str = ""  # what runs its forward, when served
+    on_gpu: str = ""
     checkpoint: Checkpoint | None = None  # when served
 
     def row(self) -> str:
@@ -90,7 +98,7 @@ class Outcome:
         else:
             exact = "to the bit" if self.is_bitwise else "within rounding"
             weights = ["adversarial", *REAL.get(self.architecture, ())]
-            cells += [self._rotation(), exact, self.step, ", ".join(weights)]
+            cells += [self._rotation(), exact, self.on_cpu, self.on_gpu, ", ".join(weights)]
         return f"| {' | '.join(cells)} |"
 
     def _rotation(self) -> str:
@@ -118,19 +126,60 @@ def outcome(architecture: str) -> Outcome:
         reason = re.sub(r"(fails its self-check) on .*", r"\1", str(error))
         reason = reason.removeprefix(name).lstrip(": ")
         return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)
-    plans, step = tuple(checkpoint.plans.values()), step_of(checkpoint)
-    return Outcome(architecture, name, plans, checkpoint.report.bitwise, "", step, checkpoint)
+    plans = tuple(checkpoint.plans.values())
+    executors = _on_cpu(checkpoint), _on_gpu(architecture) if is_interpreting() else ""
+    return Outcome(architecture, name, plans, checkpoint.report.bitwise, "", *executors, checkpoint)
 
 
-def step_of(checkpoint: Checkpoint) -> str:
-    """How a decode step of a model is computed on a CPU, and why not in one call."""
-    if isinstance(vars(checkpoint.model).get("forward"), DecoderLayers):
-        return "one call"
+def is_interpreting() -> bool:
+    """Whether Triton's kernels are interpreted here. The page has no GPU's column otherwise."""
+    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _on_cpu(checkpoint: Checkpoint) -> str:
+    """What runs a model's forward on a CPU, and why no other."""
+    forward = vars(checkpoint.model).get("forward")
+    if isinstance(forward, DecoderLayers):
+        return "compiled step" if forward.multiplying is not None else "numpy list"
     try:
         program_of(checkpoint.model, checkpoint.plans)
     except UntraceableError as error:
-        return str(error)
-    return "has other bits in one call"
+        return f"modules: {error}"
+    return "modules: its list has other bits"
+
+
+def _on_gpu(architecture: str) -> str:
+    """What runs a model's forward on a GPU, and why no other. Kernels are interpreted."""
+    from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward  # imports triton
+    from ropewalk.model_runtime.gpu.program.trace import traced
+
+    model = tiny_model(architecture)
+    native = read_native_rope(model)
+    original = original_logits(model, native)
+    plans, states = patch_with_states(model, native)
+    try:
+        forward = FlatForward(model, traced(model, plans), plans)
+    except UntraceableError as error:
+        return f"modules: {error}"
+    prompts = PagedPrompts(model, plans, native, original, states=states)
+    reason = install_forward(prompts, forward)
+    if reason is not None:
+        return f"modules: its list {reason}"
+    whole = {type(each.module).__name__ for each in forward._launches if each.module is not None}
+    return f"flat list, calls {' and '.join(sorted(whole))}" if whole else "flat list"
+
+
+def counts(outcomes: list[Outcome]) -> dict[str, int]:
+    """How many served architectures each executor runs, by the words of the page."""
+    served = [each for each in outcomes if not each.refusal]
+    return {
+        "compiled": sum(each.on_cpu == "compiled step" for each in served),
+        "numpy": sum(each.on_cpu == "numpy list" for each in served),
+        "cpu_modules": sum(each.on_cpu.startswith("modules") for each in served),
+        "flat": sum(each.on_gpu.startswith("flat list") for each in served),
+        "flat_without_modules": sum(each.on_gpu == "flat list" for each in served),
+        "gpu_modules": sum(each.on_gpu.startswith("modules") for each in served),
+    }
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -140,6 +189,7 @@ def page(outcomes: list[Outcome]) -> str:
     not_tried = [f"| `{name}` | {reason} |" for name, reason in NOT_TRIED.items()]
     return _PAGE.format(
         num_served=len(served),
+        **counts(outcomes),
         served="\n".join(served),
         refused="\n".join(refused),
         formats="\n".join(map(_format_row, FORMATS)),
@@ -162,15 +212,25 @@ _PAGE = """# Models
 
 The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the answers are the same to the bit ([batch invariance](../design/batch-invariance.md)).
 
-The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading](../design/loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column has the first operation without a kernel. What torch did not compute are the experts of a block that keeps its own code, for example ([loading](../design/loading.md#mixtures-of-experts)).
+The fifth and sixth columns say what runs the forward of a model, as `install_forward.py` decides at load.
+
+| executor | device | architectures | meaning |
+|---|---|--:|---|
+| compiled step | CPU | {compiled} | a step of few rows is one compiled call, and one of many rows a list of products and passes ([loading](../design/loading.md#one-call-a-step)) |
+| numpy list | CPU | {numpy} | every step is that list, because the compiled call lacks a product |
+| modules | CPU | {cpu_modules} | transformers' own forward; the column has the first operation without a kernel |
+| flat list | GPU | {flat} | a list of launches ([loading](../design/loading.md#a-list-of-launches)); {flat_without_modules} of them call no module of transformers |
+| modules | GPU | {gpu_modules} | transformers' own forward, with norms of one kernel; the column has the first operation without a launch |
+
+What torch did not compute are the experts of a block that keeps its own code, for example ([loading](../design/loading.md#mixtures-of-experts)). For the sixth column the launches are interpreted on a CPU. No GPU has run them.
 
 The last column says which weights stand behind a row, besides small random ones:
 
 - *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/checkpoints/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
 - a name: a checkpoint as people download it, compared with transformers in `tests/real`.
 
-| architecture | class | rotation | same answer in any batch | decode step | weights |
-|---|---|---|---|---|---|
+| architecture | class | rotation | same answer in any batch | CPU | GPU | weights |
+|---|---|---|---|---|---|---|
 {served}
 
 ## Refused by name
@@ -207,6 +267,9 @@ GGUF files have a page of their own ([GGUF](gguf.md)).
 
 def main() -> None:
     """Write the page to standard output."""
+    if os.environ.get("TRITON_INTERPRET") != "1":  # it has to be there when Triton is imported
+        again = [sys.executable, "-m", "tests.models_page"]
+        os.execve(sys.executable, again, {**os.environ, "TRITON_INTERPRET": "1"})  # noqa: S606  # this one
     warnings.simplefilter("ignore")
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.stdout.write(page([outcome(name) for name in (*SERVED, *REFUSED)]))

@@ -26,8 +26,10 @@ _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
 
 
 @torch.inference_mode()
-def install_forward(prompts: PagedPrompts, forward: Union["DecoderLayers", "FlatForward"]) -> None:
-    """Replace a model's forward, in place, where the logits stay the same.
+def install_forward(
+    prompts: PagedPrompts, forward: Union["DecoderLayers", "FlatForward"]
+) -> str | None:
+    """Replace a model's forward, in place, where the logits stay the same; return why not.
 
     They are the same to the bit, or within the allowance of the check if the forward says so.
     """
@@ -47,9 +49,10 @@ def install_forward(prompts: PagedPrompts, forward: Union["DecoderLayers", "Flat
             reason = f"{type(error).__name__}: {error}"
     if reason is None:
         forward.note_windows(model)
-        return
+        return None
     _log.info("forward_not_installed", model=type(model).__name__, reason=reason)
     del model.forward
+    return reason
 
 
 def _steps(prompts: PagedPrompts, *, in_second_pages: bool) -> list[list[Span]]:
