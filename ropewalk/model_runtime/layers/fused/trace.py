@@ -13,7 +13,6 @@ size takes milliseconds.
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,7 +31,7 @@ from ropewalk.model_runtime.layers.packed_linear import (
     is_packable,
 )
 from ropewalk.model_runtime.layers.rms_norm import RmsNorm
-from ropewalk.model_runtime.layers.states.rowwise_functions import Namespace
+from ropewalk.model_runtime.layers.states.rowwise_functions import CALLED_BY_NAME
 from ropewalk.model_runtime.tracing.operations import (
     Advance,
     Enter,
@@ -91,7 +90,7 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
             forward = _noting(recorder, module, head, model.get_input_embeddings())
             if forward is not None:
                 stack.enter_context(attribute(module, "forward", forward))
-        for each in _called_by_name(model):
+        for each in CALLED_BY_NAME:
             if each.kind is not None:
                 activate = partial(recorder.activate, each.kind)
                 stack.enter_context(attribute(each, "forward", activate))
@@ -122,20 +121,3 @@ def _noting(
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear, whether or not its weight is laid out."""
     return isinstance(module, PackedLinear) or is_packable(module)
-
-
-def _called_by_name(model: nn.Module) -> list[RowwiseActivation]:
-    """Return activations that forwards call as functions of torch (rowwise_functions.py)."""
-    found: dict[int, RowwiseActivation] = {}
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if not isinstance(forward, MethodType):
-            continue
-        for name in ("torch", "F"):
-            functions = forward.__func__.__globals__.get(name)
-            if not isinstance(functions, Namespace):
-                continue
-            for each in vars(functions).values():
-                if isinstance(each, RowwiseActivation):
-                    found[id(each)] = each
-    return list(found.values())

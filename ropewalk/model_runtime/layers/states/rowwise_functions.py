@@ -28,6 +28,10 @@ class Namespace:
 
 
 _REPLACED = {"torch": Namespace(torch), "F": Namespace(nn.functional)}
+# Those that the copies call, for a trace.
+CALLED_BY_NAME = tuple(
+    each for functions in _REPLACED.values() for each in (functions.sigmoid, functions.silu)
+)
 _FUNCTIONS = {"sigmoid", "silu"}
 
 
