@@ -30,12 +30,10 @@ from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.doubles.engines import tiny_checkpoint
 from tests.gpu_targets import Device
-from tests.sampling import few, sampled
 
 # Windows and soft caps; sinks; interleaved pairs and layers without rotation.
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss", "cohere2")
-CHOSEN = sampled(ARCHITECTURES, fixed=["llama"])
-NUM_STEPS = few(200, 50)
+NUM_STEPS = 200
 PROFILES = [Profile(Linear(factor=1.0 + index)) for index in range(17)]
 METHODS = (ReRope(96), SelfExtend(96, 16), DualChunk(256, 64), Shifted(128, 32), Sinks(4, 200))
 PLACED = [
@@ -134,7 +132,7 @@ class Compared:
 
 
 def main() -> None:
-    """Print one line for each chosen architecture: kernels compiled by the warm-up, and afterwards.
+    """Print one line for each architecture: kernels compiled by the warm-up, and afterwards.
 
     The last lines are of a Llama with position methods, and over codes of eight bits. `direct`:
     launches of serving without Triton's Python.
@@ -154,7 +152,7 @@ def main() -> None:
     compared = Compared()
     odd_launches(random.Random(0))
     assert compared.num_launches > compared.num_direct > 100
-    checkpoints = {name: tiny_checkpoint(name) for name in CHOSEN}
+    checkpoints = {name: tiny_checkpoint(name) for name in ARCHITECTURES}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
     backends.has_cpu_kernels = lambda _: False  # for codes

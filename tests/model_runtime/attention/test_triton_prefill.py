@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.attention_cases import RELATIVE_ERROR, Case, Laid, relative_error
 from tests.oracles.exact_flash import exact_flash
-from tests.sampling import sampled
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
@@ -26,28 +25,22 @@ from tests.doubles.launches import counted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Whole prompts, chunks behind a context, and single tokens between them.
-SPANS = ((17, 17), (90, 1), (90, 20), (70, 7), (1, 1), (64, 2), (97, 33))
+SPANS = ((17, 17), (90, 1), (90, 33), (70, 7), (1, 1), (64, 2))
 # The interpreter truncates bfloat16 numbers where a GPU rounds them.
 MOST_ERROR = RELATIVE_ERROR | ({} if DEVICE.type == "cuda" else {torch.bfloat16: 1.5e-2})
 HALF = {"dtype": torch.bfloat16}
 CASES = {
-    "plain": {},
-    "window": {"window": 20},
     "window wider than some contexts": {"window": 80},
     "window of one": {"window": 1},
-    "sinks": {"has_sinks": True},
-    "window, sinks": {"window": 37, "has_sinks": True},
-    "partial rotary": {"rotary_share": 0.5},
     "no rotation": {"rotary_share": None, "has_sinks": True},
     "page of 24": {"page_size": 24, "window": 50},
     "page of 4": {"page_size": 4},
-    "one head for all": {"heads": (20, 1), "dims": (16, 16)},
+    "one head for all": {"heads": (20, 1), "dims": (16, 16), "spans": ((17, 17), (40, 5))},
     "many wide heads": {"heads": (36, 12), "dims": (72, 72), "spans": ((90, 5), (40, 3))},
     "keys by dimension": {"row_keys": False},
     "f16": {"dtype": torch.float16, "has_sinks": True, "rotary_share": 0.5},
 }
 OWN_CASES = {
-    "softcap": {"softcap": 3.0, **HALF},
     "softcap, window, sinks": {"softcap": 5.0, "window": 37, "has_sinks": True, **HALF},
     "unequal dimensions": {"dims": (24, 40), "window": 30, **HALF},
     "odd dimension": {"dims": (20, 20), **HALF},
@@ -94,7 +87,6 @@ def check(case: Case) -> None:
     assert relative_error(got_THV, laid.expected()) < MOST_ERROR[case.dtype]
 
 
-@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_reads_all_prompts_in_one_call(name: str, library: Calls) -> None:
     """Rotation, gathering, windows and sinks around the call give the answer in float64."""
@@ -103,8 +95,6 @@ def test_the_library_reads_all_prompts_in_one_call(name: str, library: Calls) ->
     assert library.num_prompts == [sum(queries > 1 for _, queries in case.spans)]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", OWN_CASES)
 def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Calls) -> None:
     """Soft caps, unequal or odd dimensions and float32 stay away from the library's function."""
@@ -112,34 +102,26 @@ def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Call
     assert not library.num_prompts
 
 
-@pytest.mark.costly
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "name", ["plain", "window, sinks", "partial rotary", "page of 24", "one head for all", "f16"]
-)
+@pytest.mark.parametrize("name", ["page of 24", "one head for all", "f16"])
 def test_our_kernel_reads_all_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cases on a device without flash attention."""
     monkeypatch.setattr(triton_flash, "is_available", lambda _: False)
     check(Case(**{"spans": SPANS, **HALF, **CASES[name]}))  # type: ignore[arg-type]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=2)
-@pytest.mark.parametrize("most_keys", [1, 150, 300])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("most_keys", "softcap"), [(1, None), (150, 5.0), (175, None)])
 def test_prompts_whose_keys_exceed_a_group_are_read_in_several(
     most_keys: int, softcap: float | None, library: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer does not change, and a group's keys stay below the limit or are one prompt's."""
     monkeypatch.setattr(prompt_groups, "MOST_KEYS", most_keys)
     check(Case(spans=SPANS, window=60, softcap=softcap, has_sinks=True, **HALF))  # type: ignore[arg-type]
-    sizes = {1: [1, 1, 1, 1, 1], 150: [2, 2, 1], 300: [4, 1]}  # of 17, 79, 66, 61 and 92 keys
+    sizes = {1: [1, 1, 1, 1], 175: [3, 1]}  # of 17, 90, 66 and 61 keys
     if softcap is None:
         assert library.num_prompts == sizes[most_keys]
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if DEVICE.type == "cuda" else 3))
 def test_features_do_not_disturb_each_other(
     seed: int, library: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,8 +149,6 @@ def test_features_do_not_disturb_each_other(
     )
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("more", "launches"),
     [
@@ -177,13 +157,13 @@ def test_features_do_not_disturb_each_other(
         ({"softcap": 3.0}, ["_attend", "_gather", "_turn"]),
     ],
 )
-def test_a_layer_launches_as_much_for_sixteen_prompts_as_for_one(
+def test_a_layer_launches_as_much_for_five_prompts_as_for_one(
     more: dict[str, object], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's launches and torch's operations are counted; nothing else computes or copies."""
     flash: Callable[..., object] = triton_flash.flash if DEVICE.type == "cuda" else exact_flash
     monkeypatch.setattr(triton_flash, "is_available", lambda _: True)
-    for num_prompts in sampled((1, 16, 4), fixed=2):
+    for num_prompts in (1, 5):
         spans = tuple((20 + number, 5) for number in range(num_prompts))
         laid = Laid(Case(spans=spans, **HALF, **more), DEVICE)  # type: ignore[arg-type]
         attention = TritonAttention(laid.batch)
@@ -217,7 +197,6 @@ class Noted(TorchDispatchMode):
         return func(*args, **self.named)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mask", [Mask(-1, 0), Mask(0, 0), Mask(4, 0), Mask(-1, -1), Mask(3, -1)])
 def test_the_arguments_are_those_of_torchs_function(mask: Mask) -> None:
     """Torch's own description of the function gives the output's shapes for our arguments."""
