@@ -17,9 +17,9 @@ from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.ranked_draw import draw_on_device
 from ropewalk.model_runtime.runner.sampler import searches_of, split_told, uniform
 from tests.oracles.ranked_draws import batches, drawn_exactly, scaled
-from tests.sampling import few
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_EXAMPLES = 60 if DEVICE.type == "cuda" else 5  # the interpreter needs a second for each
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -48,7 +48,7 @@ def drawn(logits_RV: Tensor, params: list[SamplingParams], uniforms: list[float]
     return told(logits_RV, params, uniforms)[1]
 
 
-@settings(max_examples=few(60, 5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches(), st.integers(0, 5))
 def test_the_kernel_decides_exactly(batch: tuple[Tensor, list[SamplingParams]], step: int) -> None:
     """Its draws are those of exact arithmetic, unless a comparison is near, in any company.
@@ -70,41 +70,35 @@ def test_the_kernel_decides_exactly(batch: tuple[Tensor, list[SamplingParams]], 
     assert alone == got[:1]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "params",
-    [
+def test_programs_that_share_a_row_draw_as_a_sort_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has several blocks of a row, and a row several programs."""
+    cuts = [
         SamplingParams(top_p=0.9, temperature=3.0),
         SamplingParams(top_k=40, top_p=0.95),
         SamplingParams(min_p=0.05),
-    ],
-)
-def test_programs_that_share_a_row_draw_as_a_sort_does(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numbers that are evenly spread give each token its share."""
+    ]
     for name, number in (("_BLOCK", 32), ("_MOVED", 64), ("_LEAST_SPAN", 64), ("_SEARCHED", 128)):
         monkeypatch.setattr(kernels, name, number)
-    num, size = (1000, 700) if DEVICE.type == "cuda" else (10, 300)
+    num, size = (3000, 700) if DEVICE.type == "cuda" else (3, 90)
     row_V = (torch.randn(size, generator=torch.Generator().manual_seed(3)) * 3).bfloat16().float()
-    logits_RV, every = row_V.expand(num, size), [params] * num
+    logits_RV, every = row_V.expand(num, size), cuts * (num // 3)
     uniforms = [(at + 0.5) / num for at in range(num)]
     got = drawn(logits_RV, every, uniforms)
     expected = draw_on_device(scaled(logits_RV, every), every, uniforms).tolist()
     # A token's share ends where a weight's last digits say, which exponential functions differ in.
     assert sum(one != other for one, other in zip(got, expected, strict=True)) <= num // 100
-    assert len(set(got)) > 3
+    assert len(set(got)) > 1
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
     """It gets some token of the vocabulary."""
-    logits_RV = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)) * 4
+    logits_RV = torch.randn(3, 60, generator=torch.Generator().manual_seed(0)) * 4
     params = [SamplingParams(top_p=0.8, top_k=top_k) for top_k in (0, 5, 40)]
     expected = drawn(logits_RV, params, [0.2, 0.5, 0.8])
     logits_RV[1] = torch.nan
     got = drawn(logits_RV, params, [0.2, 0.5, 0.8])
     assert (got[0], got[2]) == (expected[0], expected[2])
-    assert 0 <= got[1] < 200
+    assert 0 <= got[1] < 60
 
 
 def test_the_first_of_the_best_tokens_is_chosen_whatever_the_zeros_signs_are() -> None:
@@ -121,7 +115,7 @@ def test_the_first_of_the_best_tokens_is_chosen_whatever_the_zeros_signs_are() -
 
 def test_a_plain_temperature_gives_each_token_its_share() -> None:
     """Nothing is cut: evenly spread numbers draw each token as often as its probability says."""
-    num = 1000 if DEVICE.type == "cuda" else 20
+    num = 1000 if DEVICE.type == "cuda" else 10
     logits_V = torch.tensor([1.0, 3.0, 2.0, -4.0, 2.5])
     params = [SamplingParams(temperature=0.7)] * num
     tokens = drawn(logits_V.expand(num, 5), params, [(at + 0.5) / num for at in range(num)])

@@ -75,7 +75,6 @@ def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
     assert ended.stdout.split()[-1] == "FlatForward"
 
 
-@pytest.mark.costly
 def test_a_server_where_numba_does_not_load_has_a_cpu_served_by_torch() -> None:
     """Settings, planning, the application and the client of the benchmarks are imported.
 
