@@ -37,7 +37,6 @@ from tests.checkpoints.random_blocks import like
 from tests.checkpoints.tiny_models import in_dtype, tiny_model
 from tests.doubles.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.doubles.tokens import byte_tokenizer
-from tests.sampling import sampled
 
 # All linears of a layer have 64 outputs and a multiple of 32 inputs.
 WHOLE = {"num_key_value_heads": 4, "intermediate_size": 128}
@@ -72,9 +71,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return (found.float() - exact).square().mean().sqrt().item()
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "is_tied"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
+)
 def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
     engines: EngineFactory, dtype: torch.dtype, *, is_tied: bool
 ) -> None:
@@ -166,8 +165,7 @@ def test_the_distance_is_the_mean_divergence_of_the_next_token() -> None:
 
 
 # All types that are kept, and two that are not.
-# Each takes seconds to compile.
-TYPES = (*sampled(list(BY_TYPE), fixed=["Q8_0", "Q4_K", "Q6_K"], drawn=2), "TQ2_0", "F16")
+TYPES = (*BY_TYPE, "TQ2_0", "F16")
 # Projections of 96, 48 and 48 rows share panels. Inputs of 96 are no multiple of 256, so that only
 # types with small blocks fit there.
 MIXED = {
@@ -207,8 +205,7 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
 ) -> None:
     """Tokens and logprobs agree to the bit, with the rows of q and k in another order.
 
-    One file has all types of the sample, because each set of types is compiled. No projection is
-    called alone.
+    One file has all types, because each set of types is compiled. No projection is called alone.
     """
     case = next(case for case in CASES if case.name == "llama")
     case = replace(case, overrides={**case.overrides, **MIXED})

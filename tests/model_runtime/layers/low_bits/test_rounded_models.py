@@ -31,7 +31,6 @@ def prepared(dtype: torch.dtype, activations: str) -> Checkpoint:
     return prepare_model(model, byte_tokenizer(), frozenset(), {}, activations=activations)  # type: ignore[arg-type]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 )
@@ -57,7 +56,6 @@ def test_answers_with_rounded_activations_are_alike_alone_and_in_a_batch(
     assert together != answer(engines.over(exact), *requests)
 
 
-@pytest.mark.costly
 def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     """The divergence from exact activations is of the size of that of int8 weights."""
     loaded = load_checkpoint(EMBEDDED_MODEL, device="cpu", weights="int8", activations="int8")
@@ -75,13 +73,15 @@ def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     assert planned.products("float32") == loaded.products
 
 
-@pytest.mark.costly
-# Several formats are compiled for fifteen seconds.
 @pytest.mark.parametrize(
     ("most", "others"),
     [
         (Type.Q8_0, {}),
-        (Type.Q4_0, {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1}),
+        pytest.param(
+            Type.Q4_0,
+            {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1},
+            marks=pytest.mark.long,  # fifteen seconds to compile
+        ),
     ],
     ids=("one", "several"),
 )
