@@ -31,7 +31,8 @@ def checkpoint() -> Checkpoint:
     """A Llama of one layer."""
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here")
-    return tiny_checkpoint("llama", num_hidden_layers=1)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    return tiny_checkpoint("llama", num_hidden_layers=1, **heads)
 
 
 def logits(runner: ModelRunner, steps: Sequence[range]) -> list[Tensor]:
@@ -105,8 +106,8 @@ def test_sinks_serve_a_context_longer_than_the_cache(
     positions = {"method": "sinks", "sinks": 4, "window": 28, "when": "always"}
     block = {"rope_type": "default", "positions": positions}
     deployment = deployment_of(checkpoint, rope_scaling=block, page_size=PAGE, max_model_len=512)
-    config = {"kv_cache_tokens": 10 * PAGE, "max_num_batched_tokens": 48}
-    ids = [[7 * at % 199 for at in range(num_tokens)] for num_tokens in (170, 60)]
+    config = {"kv_cache_tokens": 8 * PAGE, "max_num_batched_tokens": 32}
+    ids = [[7 * at % 199 for at in range(num_tokens)] for num_tokens in (136, 40)]
     results = []
     for is_triton in (False, True):
         if is_triton:
