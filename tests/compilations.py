@@ -134,8 +134,8 @@ class Compared:
 def main() -> None:
     """Print one line for each architecture: kernels compiled by the warm-up, and afterwards.
 
-    The last lines are of a Llama with position methods, and over codes of eight bits. `direct`:
-    launches of serving without Triton's Python.
+    The last lines are of a Llama with position methods, over codes of eight bits, and with
+    exact_batches. `direct`: launches of serving without Triton's Python.
     """
     from ropewalk.model_runtime.gpu.backend import TritonAttention
 
@@ -160,6 +160,7 @@ def main() -> None:
     llama = checkpoints["llama"]
     cases += [
         ("methods", llama, PLACED, CONFIG), ("codes", llama, PROFILES, CODED),
+        ("exact", replace(llama, exact_batches=True), PROFILES, CONFIG),
     ]  # fmt: skip
     for name, checkpoint, profiles, limits in cases:
         groups, _ = group_layers(checkpoint.windows, checkpoint.plans, CONFIG.max_model_len)

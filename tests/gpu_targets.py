@@ -63,6 +63,7 @@ CASES = {
 }  # fmt: skip
 FEW = ("as served", "wide")
 CODED = ("as served", "all", "wide", "rerope", "float32")
+EXACT = ("as served", "all", "sinks", "float32", "wide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,29 @@ def _compile_codes(cases: Iterable[str]) -> None:
         attention.read(read)
 
 
+def _compile_exact() -> None:
+    """Reads and products with one order of sums."""
+    from ropewalk.model_runtime.gpu.exact import attention
+    from ropewalk.model_runtime.gpu.exact.product import expert_products, product_of, row_tiles
+
+    attention._STORED_BYTES = 1 << 30  # pieces are stored, and merged
+    for name in EXACT:
+        laid = Laid(CASES[name], torch.device("cpu"))
+        Kernel.__getitem__ = _only_compiled(f"exact, {name}")
+        attention.ExactAttention(laid.batch).read(laid.read)
+    for dtype, num_outputs, num_inputs in (
+        (torch.bfloat16, 6144, 4096), (torch.float16, 300, 1000), (torch.float32, 100, 1024),
+    ):  # fmt: skip
+        Kernel.__getitem__ = _only_compiled(f"exact, {dtype}")
+        weight_NK = torch.zeros(num_outputs, num_inputs, dtype=dtype)
+        for num_rows in (1, 64, 65, 513):
+            product_of(weight_NK.new_zeros(num_rows, num_inputs), weight_NK, weight_NK[:, 0])
+        for num_rows in (16, 17):
+            tiles = row_tiles(torch.zeros(num_rows, dtype=torch.int64), 1)
+            x_RK = weight_NK.new_zeros(num_rows, num_inputs)
+            expert_products(x_RK, weight_NK[None], None, tiles)
+
+
 def _compile_reads(cases: Iterable[str]) -> None:
     """Writes and reads of pages with exact numbers."""
     from ropewalk.model_runtime.gpu.backend import TritonAttention
@@ -243,19 +267,24 @@ def main() -> None:
     from ropewalk.model_runtime.gpu import decode
     from ropewalk.model_runtime.gpu import flash as triton_flash
     from ropewalk.model_runtime.gpu.cards import tuning
+    from ropewalk.model_runtime.gpu.exact import attention
     from ropewalk.model_runtime.gpu.sampling import draw_ranked
 
     capability = int(sys.argv[1])
     driver.set_active(Device(capability))
     triton_flash.is_available = lambda _: True
     triton_flash.flash = _uncomputed
-    for module in (decode, tuning, draw_ranked):
+    for module in (attention, decode, tuning, draw_ranked):
         module.card_of = lambda _: CARDS[capability]
     if sys.argv[2:] == ["few"]:
         _compile_reads(FEW)
         _compile_codes(("as served",))
         _compile_draws()
         return
+    if sys.argv[2:] == ["exact"]:
+        _compile_exact()
+        return
+    _compile_exact()
     _compile_reads(CASES)
     _compile_codes(CODED)
     _compile_layers()

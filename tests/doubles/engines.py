@@ -131,14 +131,17 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Checkpoint:
+def tiny_checkpoint(
+    architecture: str, seed: int = 0, *, exact_batches: bool = False, **overrides: Any
+) -> Checkpoint:
     """A taken-over tiny model under a byte tokenizer, without end tokens."""
-    return checkpoint_of(tiny_model(architecture, seed, **overrides))
+    model = tiny_model(architecture, seed, **overrides)
+    return checkpoint_of(model, exact_batches=exact_batches)
 
 
-def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
+def checkpoint_of(model: PreTrainedModel, *, exact_batches: bool = False) -> Checkpoint:
     """Take a model over; it cannot be used untouched afterwards."""
-    return prepare_model(model, byte_tokenizer(), frozenset(), {})
+    return prepare_model(model, byte_tokenizer(), frozenset(), {}, exact_batches=exact_batches)
 
 
 def deployment_of(checkpoint: Checkpoint, page_size: int = 1, **options: Any) -> Deployment:

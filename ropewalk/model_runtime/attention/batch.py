@@ -13,14 +13,13 @@ the longest sequence, R = rows of logits, G = groups of layers.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.model_runtime.attention.work_list import Cut, WorkList
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 
@@ -70,8 +69,8 @@ class Batch:
     logit_rows_R: Tensor  # int64, flat tokens that need logits
     single_B: Tensor  # int64, sequences with one token here
     places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
-    # Those of the GPU's decode kernel, each made when the first layer needs it.
-    work_lists: dict[Cut, WorkList] = field(default_factory=dict)
+    # Those of the GPU's kernels (WorkList by Cut, ExactWork by ExactCut), made for a first layer.
+    work_lists: dict[Any, Any] = field(default_factory=dict)
     # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
     parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
     device_parts: "DeviceParts | None" = None  # of a captured step, whose places are fixed

@@ -17,7 +17,7 @@ N = ranges to cut, P = pieces.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -45,6 +45,15 @@ class Cut(NamedTuple):
     tile: int  # keys that a program reads at once; a piece begins at a multiple of it
     num_places: int  # pieces of one key head that run at the same time
     has_methods: bool = False  # whether a table of the layer has a position method
+
+    def refilled(
+        self,
+        position_S: NDArray[np.int64],
+        table_id_S: NDArray[np.int64],
+        methods: Mapping[int, PositionMethod],
+    ) -> NDArray[np.int32]:
+        """Return the numbers of a list that was cut like this, for other positions and tables."""
+        return _numbers(contexts_of(position_S, table_id_S, self, methods), self)
 
 
 class Contexts(NamedTuple):
@@ -88,7 +97,7 @@ class WorkList:
             numbers,
             numbers[:at].view(-1, _num_fields(contexts)),
             numbers[at:].view(num_sequences, 2),
-            _most_turns(num_ranges * num_sequences) * cut.num_places + num_ranges,
+            most_turns(num_ranges * num_sequences) * cut.num_places + num_ranges,
             cut.tile,
             methods or {},
         )
@@ -154,12 +163,11 @@ def _placed(key_map: KeyMap, tile: int) -> tuple[int, int, int]:
 
 
 def refill(
-    lists: Mapping[Cut, WorkList], position_S: NDArray[np.int64], table_id_S: NDArray[np.int64]
+    lists: Mapping[Any, Any], position_S: NDArray[np.int64], table_id_S: NDArray[np.int64]
 ) -> None:
-    """Bring lists to other positions and tables, at the same addresses."""
+    """Bring lists to other positions and tables, at the same addresses; also those of ExactCut."""
     for cut, work in lists.items():
-        contexts = contexts_of(position_S, table_id_S, cut, work.methods)
-        fill(work.numbers, _numbers(contexts, cut))
+        fill(work.numbers, cut.refilled(position_S, table_id_S, work.methods))
 
 
 def _num_fields(contexts: Contexts) -> int:
@@ -171,7 +179,7 @@ def _numbers(contexts: Contexts, cut: Cut) -> NDArray[np.int32]:
     begin_RS, end_RS, placed_RS4 = contexts
     num_ranges, num_sequences = begin_RS.shape
     num_fields = _num_fields(contexts)
-    num_entries = _most_turns(begin_RS.size) * cut.num_places + begin_RS.size
+    num_entries = most_turns(begin_RS.size) * cut.num_places + begin_RS.size
     numbers = np.zeros(num_entries * num_fields + 2 * num_sequences, dtype=np.int32)
     # A sequence's ranges are neighbours, so that its slots are.
     begin_N, end_N = begin_RS.T.ravel(), end_RS.T.ravel()
@@ -226,7 +234,7 @@ def _first_key(
     return tile_P // per_period_P * period_P + tile_P % per_period_P * tile
 
 
-def _most_turns(num_contexts: int) -> int:
+def most_turns(num_contexts: int) -> int:
     """Return the maximum number of turns. The rests of one or two contexts always fit one place."""
     return 1 if num_contexts <= 2 else _MOST_TURNS
 
@@ -239,7 +247,7 @@ def piece_tiles(tiles_N: NDArray[np.int64], num_places: int) -> int:
     """
     total = int(tiles_N.sum())
     best, least = 0, float("inf")
-    for turns in range(1, _most_turns(len(tiles_N)) + 1):
+    for turns in range(1, most_turns(len(tiles_N)) + 1):
         length = max(_LEAST_TILES, -(-total // (turns * num_places)))
         if length == best:
             break

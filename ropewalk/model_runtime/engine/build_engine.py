@@ -20,6 +20,7 @@ from ropewalk.model_runtime.request import SamplingParams
 from ropewalk.model_runtime.runner.backends import (
     backend_for,
     check_windows,
+    exact_backend,
     long_prompt_tokens,
     new_store,
     state_store,
@@ -74,11 +75,12 @@ def _built(
     is_captured = captures_graphs(checkpoint, config)
     # Nothing is cached yet, so any page will do.
     page = config.num_pages if is_captured else 0
+    num_long = 0 if checkpoint.exact_batches else long_prompt_tokens(checkpoint.device)
     for profile in first_of_each_kind(profiles):
         # On a CPU, a load compiles the plain kernels. Ranges of keys and other caches have others.
         is_rare = profile.positions is not None or config.kv_cache_dtype != EXACT
         if checkpoint.device.type == "cuda" or is_rare:
-            warm_up(runner, profile, page, config, long_prompt_tokens(checkpoint.device))
+            warm_up(runner, profile, page, config, num_long)
     if is_captured:
         num_tokens = captured_tokens(config, profiles, make)
         limits = CaptureLimits(
@@ -169,7 +171,10 @@ def build_runner(
     tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device, room)
     for profile in profiles:
         tables.id_of(profile)
-    more = {} if states is None else {"states": states}  # which no class for several ranks takes
+    # No class for several ranks takes these.
+    more: dict[str, object] = {} if states is None else {"states": states}
+    if checkpoint.exact_batches:
+        more["backend"] = exact_backend()
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size, **more)
 
 

@@ -79,6 +79,7 @@ class TritonAttention:
     # A key is read and written as one row, in whole cache lines.
     row_keys: ClassVar[bool] = True
     can_capture: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True  # layers of one kind differ in tensors only (flat_forward)
 
     def __init__(self, batch: Batch) -> None:
         make_current(batch.page_T.device)
@@ -162,4 +163,5 @@ class TritonAttention:
             table_id_S = np.array([place.table_id for place in places])
             contexts = contexts_of(position_S, table_id_S, cut, methods)
             lists[cut] = WorkList.of(contexts, cut, read.query_THD.device, methods)
-        return lists[cut]
+        work: WorkList = lists[cut]
+        return work

@@ -56,6 +56,7 @@ from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.model_runtime.loading.pack_model import (
     BY_TORCH,
+    EXACT_ON_GPU,
     Division,
     decoder_of,
     pack,
@@ -72,6 +73,7 @@ from ropewalk.model_runtime.loading.self_check import (
     SelfCheckReport,
     check,
     check_structure,
+    has_same_bits,
 )
 from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
@@ -117,6 +119,7 @@ class Checkpoint:
     rounding: Distance | None = None  # of rounded activations from exact ones
     left_out: tuple[str, ...] = ()  # a sentence for each part of its files that is not used
     scales: Mapping[int, Scales] = field(default_factory=dict)  # of codes of eight bits, by layer
+    exact_batches: bool = False  # on a GPU: asked for, and found by the self-check
 
     @property
     def windows(self) -> dict[int, int | None]:
@@ -139,6 +142,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     weights: Weights = "stored",
     activations: Activations = "exact",
+    exact_batches: bool = False,
     on_phase: OnPhase = no_phases,
     on_native: Callable[[NativeRope], object] | None = None,
     division: Division | None = None,
@@ -146,9 +150,10 @@ def load_checkpoint(
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
     `weights`: `stored` keeps the bits of the files, `int8` quantises on a CPU, and `dequantised`
-    makes floats. `activations`: `int8` and `fp8` round the rows of products with weights in few
-    bits. `on_native` gets the rotary tables of the config before any weight
-    is read, and may raise. `division`: this process is one of several that hold the model together.
+    makes floats. `activations`: `int8` and `fp8` round the rows of products with quantised weights.
+    `exact_batches`: as `prepare_model` has it. `on_native` gets the rotary tables of the config
+    before any weight is read, and may raise. `division`: this process is one of several that hold
+    the model together.
     """
     versions = file_versions(source)
     model_config = read_model_config(
@@ -167,7 +172,7 @@ def load_checkpoint(
     )
     path, left_out = Path(model_config.source), notes_of(model_config)
     if path.is_file():
-        how = weights, activations
+        how = weights, activations, exact_batches
         loaded = _load_gguf(path, model_config, how, on_phase, division)
         left_out += loaded.left_out
         return replace(
@@ -199,6 +204,7 @@ def load_checkpoint(
             generation_of(model_config).sampling,
             on_phase,
             activations=activations,
+            exact_batches=exact_batches,
             division=division,
         )
         left_out += checkpoint.left_out
@@ -266,12 +272,12 @@ def _quantised(
 def _load_gguf(
     path: Path,
     model_config: ModelConfig,
-    how: tuple[Weights, Activations],
+    how: tuple[Weights, Activations, bool],
     on_phase: OnPhase,
     division: Division | None,
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
-    weights, activations = how
+    weights, activations, exact_batches = how
     where, number_type = model_config.device, model_config.dtype
     file = read_gguf(path)
     types = (each.type_name for each in file.tensors.values())
@@ -298,6 +304,7 @@ def _load_gguf(
             generation.sampling,
             on_phase,
             activations=activations,
+            exact_batches=exact_batches,
             division=division,
         )
         return replace(checkpoint, **low_bits)
@@ -321,10 +328,12 @@ def prepare_model(
     on_phase: OnPhase = no_phases,
     *,
     activations: Activations = "exact",
+    exact_batches: bool = False,
     division: Division | None = None,
 ) -> Checkpoint:
     """Patch a loaded model in place and check it. Raises ModelError.
 
+    `exact_batches`: a row has the same bits in any batch on a GPU, too, or the model is refused.
     A model that is divided is compared with the whole one, as any other is.
     """
     parameter = next(model.parameters())
@@ -349,18 +358,15 @@ def prepare_model(
     if is_packed:
         program = pack(model, plans, division, is_ruled=is_ruled)
     elif has_gpu_kernels(parameter.device) and division is None:
-        # These import triton.
-        from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
-        from ropewalk.model_runtime.gpu.rms_norm import candidates  # noqa: PLC0415
-
-        forward = flat_forward(model, plans)
-        if forward is None:
-            replace_norms(model, candidates)
+        forward = _gpu_forward(model, plans, exact_batches=exact_batches)
     else:
         if division is not None:
             division.note_products(model, parameter.dtype, parameter.device)
         replace_norms(model)
     paged_prompts = partial(PagedPrompts, model, plans, native, original, states=states)
+    exact_batches = exact_batches and has_gpu_kernels(parameter.device)  # a CPU's always are
+    if exact_batches:
+        paged_prompts = partial(paged_prompts, exact_batches=True)
     prompts = paged_prompts()
     report, rounding, scales = check(prompts), None, prompts.scales()
     if activations != "exact":
@@ -371,8 +377,10 @@ def prepare_model(
     if is_packed:
         products = products_text(model, parameter.dtype)
         forward = None if program is None else decoder_of(model, plans, program)
-    if forward is not None:
-        install_forward(prompts, forward)
+    is_installed = forward is not None and install_forward(prompts, forward) is None
+    if exact_batches:
+        _refuse_other_bits(paged_prompts(), is_installed=is_installed)
+        report, products = replace(report, bitwise=True), EXACT_ON_GPU
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(
@@ -391,7 +399,34 @@ def prepare_model(
         rounding=rounding,
         left_out=tuple(rowless.values()),
         scales=scales,
+        exact_batches=exact_batches,
     )
+
+
+def _gpu_forward(model: nn.Module, plans: Mapping[int, LayerPlan], *, exact_batches: bool) -> Any:
+    """Return the list of launches of a model on a GPU; None if it has none, with other norms."""
+    # These import triton.
+    from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
+    from ropewalk.model_runtime.gpu.rms_norm import candidates  # noqa: PLC0415
+
+    if exact_batches:
+        from ropewalk.model_runtime.gpu.exact.forward import exact_forward  # noqa: PLC0415
+
+        return exact_forward(model, plans)
+    forward = flat_forward(model, plans)
+    if forward is None:
+        replace_norms(model, candidates)
+    return forward
+
+
+def _refuse_other_bits(prompts: PagedPrompts, *, is_installed: bool) -> None:
+    """Raise ModelError if a GPU does not keep what exact_batches promises."""
+    if not (is_installed and has_same_bits(prompts)):
+        raise ModelError(
+            f"exact_batches is not served for {type(prompts.model).__name__} on this GPU: the "
+            "self-check found other logits than those of its modules, or other bits in another "
+            "batch"
+        )
 
 
 def _load_model(

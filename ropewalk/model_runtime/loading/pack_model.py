@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.fused.program import Program
 
 BY_TORCH = "torch"  # products, if no compiled kernels serve the device
+EXACT_ON_GPU = "Triton, by the weights' shapes alone"  # with exact_batches
 
 
 class Division(Protocol):

@@ -38,7 +38,7 @@ from ropewalk.model_runtime.probing.untouched import (
     difference,
     windows_shrunk,
 )
-from ropewalk.model_runtime.runner.backends import backend_for, state_store
+from ropewalk.model_runtime.runner.backends import backend_for, exact_backend, state_store
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart, StateShape
 from ropewalk.rope import NativeRope, Profile
@@ -54,7 +54,8 @@ class SelfCheckReport:
 
     difference: float  # largest difference in a logit
     threshold: float
-    bitwise: bool  # same bits alone, in a batch, in chunks and token by token; on a CPU only
+    # Same bits alone, in a batch, in chunks and token by token; on a GPU only by exact_batches.
+    bitwise: bool
 
 
 class PagedPrompts:
@@ -72,11 +73,13 @@ class PagedPrompts:
         *,
         is_structure: bool = False,
         states: Mapping[int, StateShape] | None = None,
+        exact_batches: bool = False,
     ) -> None:
         """Allocate a cache for two prompts.
 
         `states`: those of a model with states, by layer. `is_structure`: the model computes in
-        float32, and no compiled attention is needed.
+        float32, and no compiled attention is needed. `exact_batches`: a GPU reads by the backend of
+        that setting.
         """
         self.model, self.plans, self.original = model, plans, original
         num_pages = -(-LONG_LEN // _PAGE_SIZE)
@@ -84,6 +87,8 @@ class PagedPrompts:
         parameter = next(model.parameters())
         dtype = torch.float32 if is_structure else parameter.dtype
         self._backend = TorchAttention if is_structure else backend_for(parameter.device)
+        if exact_batches:
+            self._backend = exact_backend()
         self._store = KVCache(
             CacheLayout(plans, dtype, _PAGE_SIZE),
             2 * num_pages,
@@ -206,7 +211,11 @@ def check(prompts: PagedPrompts) -> SelfCheckReport:
                 f"by {differences[-1]:.3g} from the untouched model's, {original.threshold:.3g} is "
                 "allowed"
             )
-    is_bitwise = same_bits(torch.cat([first_TV, second_TV, decoded_TV]), prompts.long_TV)
+    # On a GPU a product's order of additions follows the number of rows, and the check has so few
+    # rows that it may not show.
+    is_bitwise = prompts.long_TV.device.type == "cpu" and torch.equal(
+        torch.cat([first_TV, second_TV, decoded_TV]), prompts.long_TV
+    )
     return SelfCheckReport(max(differences), original.threshold, is_bitwise)
 
 
@@ -219,13 +228,4 @@ def has_same_bits(prompts: PagedPrompts) -> bool:
         parts = [run([long(0, FIRST_CHUNK_END), short])[:FIRST_CHUNK_END]]
         parts.append(run([long(FIRST_CHUNK_END, DECODE_START)]))
         parts += [run([long(at, at + 1)]) for at in range(DECODE_START, LONG_LEN)]
-        return same_bits(torch.cat(parts), prompts.long_TV)
-
-
-def same_bits(one_TV: Tensor, other_TV: Tensor) -> bool:
-    """Return whether two runs of the check promise the same bits in any batch.
-
-    On a GPU none do. A product's order of additions follows the number of rows there, and the check
-    has so few rows that it may not show.
-    """
-    return one_TV.device.type == "cpu" and torch.equal(one_TV, other_TV)
+        return torch.equal(torch.cat(parts), prompts.long_TV)

@@ -78,6 +78,13 @@ def backend_for(device: torch.device) -> type[Backend]:
     return TorchAttention
 
 
+def exact_backend() -> type[Backend]:
+    """Return the backend of exact_batches on a GPU; on a CPU, any other has the same bits."""
+    from ropewalk.model_runtime.gpu.exact.attention import ExactAttention  # noqa: PLC0415  # optional
+
+    return ExactAttention
+
+
 def check_windows(layout: CacheLayout, plans: Mapping[int, LayerPlan]) -> None:
     """Raise ModelError if a layer reads more keys than the pages of its group keep."""
     places = layout.places()

@@ -23,10 +23,16 @@ from ropewalk.model_runtime.attention.paged_attention import (
     LayerPlan,
     PagedContext,
 )
-from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import Launches
 from ropewalk.model_runtime.gpu.primitives import scale_tensors
-from ropewalk.model_runtime.gpu.program.launches import Launch, Layout, Run, launches_of, lay_out
+from ropewalk.model_runtime.gpu.program.launches import (
+    Launch,
+    Layout,
+    Multiply,
+    Run,
+    launches_of,
+    lay_out,
+)
 from ropewalk.model_runtime.gpu.program.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedContext
 from ropewalk.model_runtime.probing.probe import recorded_calls
@@ -55,12 +61,19 @@ class FlatForward:
 
     has_same_bits: ClassVar = False  # as the model's own forward
 
-    def __init__(self, model: Any, trace: Trace, plans: Mapping[int, LayerPlan]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        trace: Trace,
+        plans: Mapping[int, LayerPlan],
+        multiply: Multiply | None = None,
+    ) -> None:
+        """Lay out the launches. `multiply`: makes those of linears; None: by torch."""
         self.own_forward = model.forward
         self._embed, self._tail, self._plans = model.get_input_embeddings(), trace.tail, plans
         assert trace.head is not None
         self._num_logits = trace.head.linears.out_features
-        launches, self._widths = launches_of(trace)
+        launches, self._widths = launches_of(trace, multiply)
         *self._launches, self._head = launches
         self._embedding = trace.embedding.number
         self._outside = {self._embedding} | {
@@ -177,7 +190,7 @@ class FlatForward:
         layer, call = source.layer, None
         backend = step.backend_of(layer)
         kind = self._kinds.get(place)
-        if kind is None or type(backend) is not TritonAttention:
+        if kind is None or not getattr(backend, "is_repeatable", False):
             call = self._call(source, each.reads, memory)
             return _rows(step.attend(layer, call))
         scales = step.store.scales(layer)

@@ -42,6 +42,10 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 }
 
 
+# Returns what writes the product of linears: it takes the output and the rows.
+Multiply = Callable[[Linears], Callable[..., Any]]
+
+
 class Run(NamedTuple):
     """Columns beside each other in one value."""
 
@@ -61,9 +65,12 @@ class Launch:
     module: Any = None  # called with what it reads; it returns a tensor of its own
 
 
-def launches_of(trace: Trace) -> tuple[list[Launch], dict[int, int]]:
+def launches_of(
+    trace: Trace, multiply: Multiply | None = None
+) -> tuple[list[Launch], dict[int, int]]:
     """Return the launches of a trace, the head's last, and the width of each value.
 
+    `multiply`: makes the launch of linears; None: by torch.
     Raises UntraceableError for an operation without a launch.
     """
     assert trace.head is not None
@@ -88,7 +95,7 @@ def launches_of(trace: Trace) -> tuple[list[Launch], dict[int, int]]:
         if isinstance(each, Combine) and out in norms:
             launches.append(_sum_and_norm(each, norms[out], inner, made))
         else:
-            launches.append(_launch(each))
+            launches.append(_launch(each, multiply or _product))
     return launches, widths
 
 
@@ -157,13 +164,13 @@ def _sum_and_norm(
     return Launch((each.out.number, norm.out.number), (residual, x), launch)
 
 
-def _launch(each: Operation) -> Launch:
+def _launch(each: Operation, multiply: Multiply) -> Launch:
     """Return the launch of one operation. Raises UntraceableError."""
     function: Callable[..., Any] = _nothing
     runs: tuple[Run, ...]
     attends, module = None, None
     if isinstance(each, Product):
-        function, runs = _product(each.linears), (run_of(each.x),)
+        function, runs = multiply(each.linears), (run_of(each.x),)
     elif isinstance(each, Norm):
         function, runs = _norm(each.norm), (run_of(each.x),)
     elif isinstance(each, Activate):

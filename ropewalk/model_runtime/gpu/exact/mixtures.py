@@ -1,0 +1,139 @@
+"""Mixtures of experts on a GPU whose rows have the same bits in any batch.
+
+The model's own code of a block runs. Its linears are exact products (product.py), equal scores
+choose the expert with the lower number, and the experts of all rows are multiplied by one kernel. A
+row's experts are added in the order of its choices. Nothing waits for the device.
+
+Shapes: R = rows, C = choices of a row, P = R x C pairs, E = experts, K = inputs, N = outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ropewalk.model_runtime.gpu.exact.product import expert_products, product_of, row_tiles
+from ropewalk.model_runtime.layers.experts.low_bit import is_experts
+
+_TOP_K = {torch.topk, torch.Tensor.topk}
+_MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+_MATRIX_DIMS = 2
+
+
+class _Rules(TorchFunctionMode):
+    """The functions of torch in a block's code that sum, or choose, by the number of rows."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or what computes each row by itself."""
+        del types
+        named = kwargs or {}
+        if func is nn.functional.linear:
+            return product_of(*args, **named)
+        if func in _MATMUL and args[1].dim() == _MATRIX_DIMS:
+            return product_of(args[0], args[1].t())
+        if func in _TOP_K:
+            return _top_k(*args, **named)
+        return func(*args, **named)
+
+
+def _top_k(
+    input: Tensor,  # noqa: A002  # torch's name
+    k: int,
+    dim: int = -1,
+    largest: bool = True,  # noqa: FBT001, FBT002
+    sorted: bool = True,  # noqa: A002, FBT001, FBT002
+) -> Any:
+    """Return the k largest numbers and their places; among equal ones, the first places."""
+    del sorted
+    values, places = torch.sort(input, dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
+
+
+class ExactBlock:
+    """The forward of a block with experts."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the block's own forward."""
+        with _Rules():
+            return self._forward(*arguments, **named)
+
+
+class ExactExperts:
+    """The forward of the experts of a layer."""
+
+    def __init__(self, experts: Any) -> None:
+        self._own = experts
+
+    def __call__(self, x_RK: Tensor, index_RC: Tensor, weight_RC: Tensor) -> Tensor:
+        """Return the weighted sum of each row's experts, [R, K]."""
+        own = self._own
+        num_rows, num_choices = index_RC.shape
+        expert_P, order_P = torch.sort(index_RC.reshape(-1), stable=True)
+        tiles = row_tiles(expert_P, len(own.down_proj))
+        first = "gate_up_proj" if own.has_gate else "up_proj"
+        both_PN = expert_products(x_RK[order_P // num_choices], *self._matrix(first), tiles)
+        inner = own._apply_gate(both_PN) if own.has_gate else own.act_fn(both_PN)  # noqa: SLF001
+        out_PK = expert_products(inner.contiguous(), *self._matrix("down_proj"), tiles)
+        part_PK = out_PK.float() * weight_RC.reshape(-1)[order_P, None].float()
+        placed_PK = torch.empty_like(part_PK).index_copy_(0, order_P, part_PK)
+        of_choice = placed_PK.view(num_rows, num_choices, -1).unbind(1)
+        total_RK = of_choice[0]
+        for part_RK in of_choice[1:]:
+            total_RK = total_RK + part_RK
+        return total_RK.to(x_RK.dtype)
+
+    def _matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return a matrix of all experts, [E, N, K], and its biases [E, N]."""
+        own = self._own
+        weight = getattr(own, name).detach()
+        bias_EN = getattr(own, f"{name}_bias").detach() if own.has_bias else None
+        return weight.transpose(1, 2) if own.is_transposed else weight, bias_EN
+
+    def find_fault(self) -> str | None:
+        """Return what has other bits in a larger batch, by a trial; None: nothing has.
+
+        Both forms of the products are compiled on the way.
+        """
+        weight_ENK, _ = self._matrix("gate_up_proj" if self._own.has_gate else "up_proj")
+        num_experts, _, num_inputs = weight_ENK.shape
+        device, num_rows = weight_ENK.device, 16 * num_experts + 1
+        generator = torch.Generator(device).manual_seed(0)
+        x_RK = torch.randn(num_rows, num_inputs, generator=generator, device=device)
+        x_RK = x_RK.to(weight_ENK.dtype)
+        index_R1 = (torch.arange(num_rows, device=device) * 7 // 3 % num_experts)[:, None]
+        weight_R1 = torch.ones_like(index_R1, dtype=x_RK.dtype)
+        whole_RK = self(x_RK, index_R1, weight_R1)
+        few = slice(num_rows - num_experts, num_rows)
+        if torch.equal(self(x_RK[few], index_R1[few], weight_R1[few]), whole_RK[few]):
+            return None
+        return f"a product of {num_experts} experts"
+
+
+def take_over(model: nn.Module) -> list[ExactExperts]:
+    """Let every block with experts compute each row by itself, in place; return its experts.
+
+    Experts that normalise their own outputs keep their code, and are no such block.
+    """
+    found = []
+    for block in model.modules():
+        experts: list[Any] = [
+            each for each in block.children() if is_experts(each) and not each.has_post_expert_norm
+        ]
+        for each in experts:
+            each.forward = ExactExperts(each)
+            found.append(each.forward)
+        if experts:
+            block.forward = ExactBlock(block.forward)
+    return found
+
+
+def is_exact(module: nn.Module) -> bool:
+    """Return whether a module that is called as a whole computes each row by itself."""
+    return isinstance(vars(module).get("forward"), ExactBlock)

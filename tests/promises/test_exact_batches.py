@@ -1,0 +1,110 @@
+"""Promise 2 on a GPU with exact_batches: kernels are interpreted, and no bit may differ."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from ropewalk.model_runtime.attention.batch import Span, single_rows
+from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner, draft_tokens
+from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
+from ropewalk.model_runtime.gpu.launch import is_interpreted
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
+from ropewalk.rope import Linear, Profile, Unscaled
+from tests.doubles.engines import (
+    EngineFactory,
+    Preemptions,
+    answer,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
+from tests.doubles.recorded_runners import Again, capture
+from tests.oracles.triton_attention import load_exactly
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="tests/gpu serves compiled kernels")
+EAGER: dict[str, Any] = {"enforce_eager": True}
+CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, num_rope_tables=2)
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> Checkpoint:
+    """A tiny model, as a GPU serves it with exact_batches."""
+    load_exactly(monkeypatch)
+    return tiny_checkpoint(name, num_hidden_layers=num_layers, exact_batches=True)
+
+
+def some_requests(checkpoint: Checkpoint) -> list[Request]:
+    """Prompts of several lengths and factors, greedy and sampled, one with scored tokens."""
+    draw = random.Random(2)
+    deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    start = [draw.randrange(2, 150) for _ in range(17)]
+    return [
+        request(
+            deployment,
+            [*start[:common], *(draw.randrange(2, 150) for _ in range(num))],
+            max_tokens=3,
+            temperature=temperature,
+            seed=num,
+            logprobs=3,
+            prompt_logprobs=scored,
+        )
+        for common, num, temperature, scored in (
+            (17, 5, 0.0, None),
+            (0, 6, 0.9, 2),
+            (17, 60, 0.9, None),
+        )
+    ]
+
+
+def test_short_beside_long(monkeypatch: pytest.MonkeyPatch, engines: EngineFactory) -> None:
+    """Alone and together, in chunks, from a cached prefix, preempted, and with drafts."""
+    checkpoint = loaded(monkeypatch, "llama", 1)
+    assert checkpoint.report.bitwise
+    asked = EngineConfig(kv_cache_tokens=64, max_model_len=64, max_draft_tokens=None)
+    assert draft_tokens(checkpoint, asked) == DEFAULT_DRAFT_TOKENS
+    requests = some_requests(checkpoint)
+    expected = engines.alone(checkpoint, requests, **EAGER)
+    engine = engines.over(checkpoint, max_num_batched_tokens=24, max_draft_tokens=None, **EAGER)
+    assert answer(engine, *requests) == expected
+    assert answer(engine, some_requests(checkpoint)[2]) == expected[2:], "cached"
+    preemptions = Preemptions()
+    small = engines.over(
+        checkpoint, observer=preemptions, kv_cache_tokens=96, max_model_len=96,
+        max_num_batched_tokens=100, **EAGER,
+    )  # fmt: skip
+    assert answer(small, *some_requests(checkpoint)) == expected
+    assert preemptions.num
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_captured_and_queued_steps_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A prompt in one piece, as rows of a captured step beside others, and its last token alone."""
+    checkpoint = loaded(monkeypatch, name, 2)
+    assert checkpoint.report.bitwise
+    profiles = Profile(Unscaled()), Profile(Linear(factor=2.0))
+    larger = replace(CONFIG, kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size)
+    runner = build_runner(checkpoint, larger, profiles)
+    assert runner._backend is ExactAttention
+    draw = random.Random(3)
+    spans = []
+    for at, num in enumerate((70, 1, 20)):
+        tokens = [draw.randrange(2, 150) for _ in range(num)]
+        pages = range(at * 8, at * 8 + 8)
+        spans.append(Span(tokens, 0, pages, runner.table_id(profiles[at % 2]), range(num)))
+    expected_RV = runner.run(spans)
+    monkeypatch.setattr(DecodeGraphs, "record_all", lambda _: 0)  # each when it is needed
+    capture(runner, Again(), max_rows=96, max_prompt_rows=96)
+    assert runner._graphs is not None
+    assert torch.equal(runner.run(spans), expected_RV)
+    ends = [single_rows([span])[-1] for span in spans]
+    last = torch.tensor([69, 70, 90])
+    assert torch.equal(runner.run(ends[::-1]), expected_RV[last].flip(0))
