@@ -135,7 +135,14 @@ class HttpAnswer(ABC, Generic[BodyT]):
         if is_open and is_cut and is_full:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         num_positions = request.positions_with(state.num_generated)
-        return RopeAnswer.of(tier_choice, tier, output.num_rescales, num_positions, ended_by)
+        return RopeAnswer.of(
+            tier_choice,
+            tier,
+            output.num_rescales,
+            num_positions,
+            ended_by,
+            has_same_bits=self.service.has_same_bits,
+        )
 
     def token_ids(self, output: Output) -> list[int] | None:
         return list(output.token_ids) if self.body.return_token_ids else None

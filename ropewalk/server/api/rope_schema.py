@@ -76,6 +76,8 @@ class RopeField(Body):
     """A field of an answer that is sent back; it is ignored."""
     beyond_trained_length: bool | None = None
     """A field of an answer that is sent back; it is ignored."""
+    same_bits_in_any_batch: bool | None = None
+    """A field of an answer that is sent back; it is ignored."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield an exact factor that is missing, and one that the reported one is below."""
@@ -132,6 +134,9 @@ class RopeAnswer(Body):
     positions: PositionsField | None = Field(None, exclude_if=is_none)
     """The position method (docs/reference/position-methods.md) and its parameters. Absent if every
     key is read at its own position."""
+    same_bits_in_any_batch: bool
+    """The server's promise, as in /v1/models: tokens and logprobs are the same to the bit in any
+    batch. False: within rounding, as on a GPU without `exact_batches`."""
 
     @classmethod
     def of(
@@ -141,6 +146,8 @@ class RopeAnswer(Body):
         num_rescales: int,
         num_positions: int,
         ended_by: Literal["tier", "max_model_len"] | None = None,
+        *,
+        has_same_bits: bool,
     ) -> Self:
         """Build it from the decisions at admission, the tier in force and the positions so far."""
         return cls(
@@ -154,4 +161,5 @@ class RopeAnswer(Body):
             beyond_trained_length=tier.is_beyond(num_positions) or None,
             exact=tier_choice.is_exact or None,
             positions=PositionsField.of(tier.profile.positions),
+            same_bits_in_any_batch=has_same_bits,
         )

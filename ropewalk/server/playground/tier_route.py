@@ -69,7 +69,9 @@ def tier_router(service: Service) -> APIRouter:
             count=count,
             max_model_len=deployment.max_len,
             tier_len=min(tier_choice.tier.ceiling, deployment.max_len),
-            rope=RopeAnswer.of(tier_choice, tier_choice.tier, 0, count),
+            rope=RopeAnswer.of(
+                tier_choice, tier_choice.tier, 0, count, has_same_bits=service.has_same_bits
+            ),
             problem=None,
         )
 

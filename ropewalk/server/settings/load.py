@@ -71,6 +71,7 @@ SECTIONS = tuple(each for each in ServeSettings.__bases__ if issubclass(each, Se
 
 _WORD = re.compile("[a-z_]+")
 _CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
@@ -87,7 +88,7 @@ def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
         for name, value in in_file.items()
         if name in ServeSettings.model_fields and name not in stated
     }
-    values = {**unstated, **flags}
+    values = {**unstated, **_of_vllm(), **flags}
     wrong = set[str]()
     try:
         settings = ServeSettings(**values)
@@ -133,6 +134,14 @@ def _unknown_variables() -> list[str]:
         for name in sorted(os.environ)
         if name.upper().startswith(ENV_PREFIX) and name not in known
     ]
+
+
+def _of_vllm() -> dict[str, bool]:
+    """Return what vLLM's variable sets, if ours does not."""
+    value = os.environ.get(_BATCH_INVARIANT)
+    if value is None or variable_of("exact_batches") in os.environ:
+        return {}
+    return {"exact_batches": value not in {"", "0"}}
 
 
 def _model_contradictions(settings: ServeSettings) -> Iterator[str]:

@@ -223,12 +223,20 @@ class CacheSettings(Section):
         unit="switch",
         flags=("--disable-cuda-graph",),
     )
+    exact_batches: bool = setting(
+        default=False,
+        text="On a GPU, give an answer the same tokens and logprobs alone and in any batch, to the "
+        "bit. Steps take longer. On a CPU that is so without the setting, which changes nothing. "
+        "VLLM_BATCH_INVARIANT=1 sets it, too.",
+        unit="switch",
+        flags=("--enable-deterministic-inference",),
+    )
     max_draft_tokens: int | None = setting(
         None,
         "Most draft tokens of a sequence in a decode step (speculative decoding). 0: no "
-        "speculation. Default: 15 on a CPU with batch invariance, else 0. On a GPU a number turns "
-        "drafts on: each token is still the one that the model chooses in its step, but its bits "
-        "may depend on the draft.",
+        "speculation. Default: 15 with batch invariance, as on a CPU or with exact_batches, else "
+        "0. Elsewhere a number turns drafts on: each token is still the one that the model chooses "
+        "in its step, but its bits may depend on the draft.",
         unit="tokens",
         ge=0,
         le=15,

@@ -78,6 +78,7 @@ def load_model(
         trust_remote_code=trusts,
         weights=settings.weights,
         activations=settings.activations,
+        exact_batches=settings.exact_batches,
         on_phase=on_phase,
         on_native=on_native,
     )

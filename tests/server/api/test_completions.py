@@ -79,6 +79,7 @@ def test_a_definition_eight_native_lengths_back_is_found(
         "original_max_position_embeddings": 256,
         "policy": "by_position",
         "rescaled": 0,
+        "same_bits_in_any_batch": True,
     }
     extrapolated = openai_client.completions.create(
         **GREEDY, prompt=prompt, max_tokens=5, extra_body={"rope": {"rope_type": "default"}}

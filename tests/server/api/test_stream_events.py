@@ -102,7 +102,7 @@ def answer_of(
     ]
     settings = SimpleNamespace(sse_keep_alive_seconds=keep_alive_s)
     parts = {"settings": settings, "tokenizer": byte_tokenizer(), "max_new_tokens": None}
-    service: Any = SimpleNamespace(**parts)
+    service: Any = SimpleNamespace(**parts, has_same_bits=True)
     submission = Submission(
         engine,  # type: ignore[arg-type]  # as much of it as a submission uses
         queue,

@@ -10,7 +10,6 @@ import torch
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import draft_tokens
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.self_check import same_bits
 from ropewalk.model_runtime.parallel.trial import Shape, Where, keeps_bits
 from ropewalk.rope import native_rope
 from ropewalk.server.settings.load import SettingsError, load_settings
@@ -22,7 +21,7 @@ from ropewalk.server.startup.planning.banner_lines import (
     step_line,
 )
 from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
-from ropewalk.server.startup.planning.serving_plan import plan_serving
+from ropewalk.server.startup.planning.serving_plan import plan_layout, plan_serving
 from tests.doubles.planned import model_facts
 
 TWO = """[
@@ -230,17 +229,12 @@ def test_the_banner_says_whether_bits_depend_on_drafts(
     assert found == [f"  drafts           {line}" for line in lines]
 
 
-@pytest.mark.parametrize(("device", "is_promised"), [("cpu", True), ("meta", False)])
-def test_no_device_but_a_cpu_promises_bits(
-    embedded: Checkpoint, device: str, *, is_promised: bool
-) -> None:
-    """Equal rows of the self-check are no promise on a GPU; `meta` stands for one here."""
-    logits_TV = torch.ones(3, 4, device=device)
-    found = same_bits(logits_TV, logits_TV)
-    assert found is is_promised
-    line = self_check_line(is_loaded=True, has_same_bits=found)
+@pytest.mark.parametrize("is_promised", [True, False])
+def test_lines_say_which_promise_holds(embedded: Checkpoint, *, is_promised: bool) -> None:
+    """Drafts are on by default where no bit depends on them."""
+    line = self_check_line(is_loaded=True, has_same_bits=is_promised)
     assert line.endswith("to the bit" if is_promised else "within rounding")
-    checkpoint = replace(embedded, report=replace(embedded.report, bitwise=found))
+    checkpoint = replace(embedded, report=replace(embedded.report, bitwise=is_promised))
     config = EngineConfig(kv_cache_tokens=64, max_model_len=64, max_draft_tokens=None)
     assert (draft_tokens(checkpoint, config) > 0) is is_promised
 
@@ -255,6 +249,29 @@ def test_config_check_promises_no_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     lines = outlook_lines(settings, replace(on_gpu, rank_weight_bytes=1))
     assert "  self-check       not run; batch invariance within rounding" in lines
     assert any(line.startswith("  tensor parallel  1 ranks, within rounding;") for line in lines)
+    exact = load_settings({"device": "cpu", "exact_batches": "true"})
+    lines = outlook_lines(exact, on_gpu)
+    assert "  self-check       not run; batch invariance is found at load" in lines
+
+
+def test_exact_batches_on_a_gpu_refuses_what_has_other_orders_of_sums(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal names the setting and its value; a CPU serves all of them."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for given, told in (
+        ({"kv_cache_dtype": "fixed8"}, "needs kv_cache_dtype auto, got fixed8"),
+        ({"tensor_parallel_size": "2"}, "needs tensor_parallel_size 1, got 2"),
+        ({"allowed_positions": "rerope"}, "serves the position method rerope"),
+    ):
+        settings = load_settings({"device": "cpu", **given})
+        assert settings.exact_batches
+        facts = model_facts(settings, embedded.native, 8192)
+        plan_layout(settings, facts)
+        with pytest.raises(SettingsError, match=told):
+            plan_layout(settings, replace(facts, gpu_bytes=1 << 40))
+    monkeypatch.setenv("ROPEWALK_EXACT_BATCHES", "false")
+    assert not load_settings({}).exact_batches
 
 
 def test_ranks_on_a_gpu_promise_no_bits_of_one_process() -> None:

@@ -16,7 +16,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.active import active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.pack_model import expected_products
+from ropewalk.model_runtime.loading.pack_model import EXACT_ON_GPU, expected_products
 from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
@@ -69,7 +69,7 @@ def banner_lines(
     outline, device = outlook.outline, outlook.outline.device
     has_same_bits = None if loaded is None else loaded.report.bitwise
     is_on_gpu = device.type == "cuda"
-    if is_on_gpu:
+    if is_on_gpu and not settings.exact_batches:
         has_same_bits = False
     if loaded is not None:
         products = loaded.products
@@ -77,6 +77,8 @@ def banner_lines(
         products, numbers = expected_products(device, outline.dtype)
         if outlook.low_bits is not None:
             products = outlook.low_bits.products(numbers)
+        if is_on_gpu and settings.exact_batches:
+            products = EXACT_ON_GPU
     active = active_part(outline, outlook.low_bits)
     return [
         f"  model            {outline.architecture}, {device}, {_name(outline.dtype)}"
@@ -94,7 +96,7 @@ def banner_lines(
             for each in (outlook.template.plain_problem, *outlook.left_out)
             if each is not None
         ),
-        f"  kernels          {products}; attention {_attention(device)}",
+        f"  kernels          {products}; attention {_attention(settings, device)}",
         *draft_lines(settings.max_draft_tokens, is_exact=has_same_bits),
         self_check_line(is_loaded=loaded is not None, has_same_bits=has_same_bits),
     ]
@@ -369,10 +371,12 @@ def _threads(settings: ServeSettings, device: torch.device, loaded: Checkpoint |
     return f", {counted(found, 'thread')}"
 
 
-def _attention(device: torch.device) -> str:
+def _attention(settings: ServeSettings, device: torch.device) -> str:
     """Return what reads the cache, and on a GPU what reads prompts."""
     if device.type != "cuda":
         return described(device)
+    if settings.exact_batches:
+        return f"{described(device)}, in one order of sums"
     least = long_prompt_tokens(device)
     long = f", from {least} tokens flash attention 4" if least else ""
     return f"{described(device)}, prompts by flash attention 2{long}"

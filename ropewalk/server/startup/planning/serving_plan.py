@@ -6,6 +6,7 @@ Planning needs no weights.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
@@ -111,6 +112,8 @@ def plan_layout(
     """
     _refuse_lower_store(settings, facts)
     deployments = plan_deployments(settings, facts.native)
+    if settings.exact_batches and facts.is_on_gpu:
+        _refuse_inexact(settings, facts, deployments)
     refuse_releases(profiles_of(deployments), facts.native.tables)
     longest = max(each.max_len for each in deployments)
     layout = facts.layout.with_windows(facts.windows, longest)
@@ -121,6 +124,31 @@ def plan_layout(
 
         refuse_sizes(settings, layout.page_bytes, facts.host)
     return deployments, layout
+
+
+def _refuse_inexact(
+    settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
+) -> None:
+    """Raise SettingsError for what has no kernels with one order of sums on a GPU."""
+    reads = "exact_batches on a GPU needs"
+    if settings.kv_cache_dtype != EXACT:
+        raise SettingsError(f"{reads} kv_cache_dtype {EXACT}, got {settings.kv_cache_dtype}")
+    if settings.tensor_parallel_size > 1:
+        raise SettingsError(f"{reads} tensor_parallel_size 1, got {settings.tensor_parallel_size}")
+    if facts.layout.states:
+        raise SettingsError(
+            f"{reads} a model whose layers all keep keys and values; this model has layers that "
+            "keep a state"
+        )
+    methods = [profile.positions for profile in profiles_of(deployments)]
+    named = next((each.described()["method"] for each in methods if each is not None), None)
+    if named is not None:
+        raise SettingsError(
+            f"{reads} keys at their own positions, and a deployment serves the position method "
+            f"{named} (rope_scaling or allowed_positions)"
+        )
+    if find_spec("triton") is None:
+        raise SettingsError(f"{reads} the package triton, which is not installed")
 
 
 def _refuse_lower_store(settings: ServeSettings, facts: ModelFacts) -> None:

@@ -92,7 +92,8 @@ class Model(Body):
     arithmetic: str | None = Field(None, exclude_if=is_none, examples=["1d3b74f2a90c"])
     """Tells servers apart whose bits differ. Absent without a `router_key`."""
     same_bits_in_any_batch: bool
-    """Whether an answer has the same bits in any batch. False: within rounding, as on a GPU."""
+    """Whether an answer has the same bits in any batch. False: within rounding, as on a GPU without
+    `exact_batches`."""
     ropewalk: ScalingEntry
     """The scaling, and how the model writes calls."""
     kv_cache: CacheEntry
