@@ -10,7 +10,7 @@ Shapes: T = packed query tokens, G = prompts of a group, W = tiles.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -95,7 +95,8 @@ class PromptGroup:
     table_id_G: Tensor  # int32
     token_tiles_W2: Tensor  # int32, tiles of query tokens
     key_tiles_W2: Tensor  # int32, tiles of keys
-    is_padded: bool = False  # numbers of tokens, prompts and keys are those of a captured step
+    # Whether the numbers of tokens, prompts and keys are the room of a captured step.
+    is_padded: bool = field(default=False, kw_only=True)
 
 
 class Prompts:
@@ -229,8 +230,10 @@ class PaddedPrompts:
 
     def groups(self, window: int | None, tile: int) -> list[PromptGroup]:
         """Return the one group of a layer, as `Prompts.groups` does."""
-        row_T, *lists, token_tiles_W2, key_tiles_W2 = self._lists((window or 0, tile))
-        cu_tokens_G1, cu_keys_G1, *of_prompts = lists
+        row_T, cu_tokens_G1, cu_keys_G1, *of_prompts, token_tiles_W2, key_tiles_W2 = self._lists(
+            (window or 0, tile)
+        )
+        first_key_G, page_at_G, table_id_G = (each[: self._num_prompts] for each in of_prompts)
         num_tokens, num_prompts, num_keys = self._num_tokens, self._num_prompts, self._room[2]
         mask = Mask(window - 1 if window else -1, 0)
         return [
@@ -242,7 +245,9 @@ class PaddedPrompts:
                 row_T[:num_tokens],
                 cu_tokens_G1[: num_prompts + 1],
                 cu_keys_G1[: num_prompts + 1],
-                *(each[:num_prompts] for each in of_prompts),
+                first_key_G,
+                page_at_G,
+                table_id_G,
                 token_tiles_W2[: num_tokens // tile + num_prompts],
                 key_tiles_W2[: num_keys // tile + num_prompts],
                 is_padded=True,

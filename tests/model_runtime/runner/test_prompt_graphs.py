@@ -40,9 +40,9 @@ def runners(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     """Two runners of one model, of which the second captures steps. Empty pages have NaN."""
     monkeypatch.setattr(prompt_graphs, "LEAST_TOKENS", SIZES[0])
     monkeypatch.setattr(prompt_graphs, "MOST_PROMPTS", 4)
-    name = getattr(request, "param", "llama")
+    name, num_layers = getattr(request, "param", ("llama", 1))
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
-    model: Any = tiny_model(name, num_hidden_layers=2, **heads)
+    model: Any = tiny_model(name, num_hidden_layers=num_layers, **heads)
     native = read_native_rope(model)
     plans = patch_model(model, native)
     model.forward = FlatForward(model, traced(model, plans), plans)
@@ -61,7 +61,7 @@ def runners(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     return made
 
 
-@pytest.mark.parametrize("runners", ["llama", "gemma2"], indirect=True)
+@pytest.mark.parametrize("runners", [("gemma2", 2)], ids=["windows"], indirect=True)
 def test_replayed_prompts_answer_as_queued_ones(runners: list[ModelRunner]) -> None:
     """Prompts, chunks behind contexts and without logits, and scored tokens, beside decodes."""
     record = Again()
@@ -75,9 +75,7 @@ def test_replayed_prompts_answer_as_queued_ones(runners: list[ModelRunner]) -> N
         ({1: 13, 0: 1}, {1: 0}),
         ({1: 3, 2: 12, 0: 1}, {}),
         ({0: 1, 3: 8, 1: 1, 2: 5}, {2: 0}),
-        ({3: 2}, {3: 2}),
-        ({2: 17, 1: 1}, {}),  # of another size
-        ({1: 1, 2: 9, 0: 7}, {2: 2}),
+        ({3: 2, 0: 16}, {3: 2}),  # of another size
         ({0: 1, 1: 1, 2: 1, 3: 1}, {}),
     ]
     for step, num_logits in steps:

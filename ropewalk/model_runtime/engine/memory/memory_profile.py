@@ -168,9 +168,12 @@ def profile_memory(
             num_tokens = captured_tokens(config, profiles, make)
             runner.run(captured_step(tried, table_id, checkpoint.vocab_size, num_tokens))
             if prompt_sizes(num_tokens):
-                most = replace(tried, max_num_batched_tokens=min(num_tokens, MOST_TOKENS))
-                most = replace(most, max_num_seqs=MOST_PROMPTS)
-                runner.run(crowded_step(most, table_id, checkpoint.vocab_size))
+                largest = replace(
+                    tried,
+                    max_num_batched_tokens=min(num_tokens, MOST_TOKENS),
+                    max_num_seqs=MOST_PROMPTS,
+                )
+                runner.run(crowded_step(largest, table_id, checkpoint.vocab_size))
             working_bytes = meter.read().peak - begun.allocated
             graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size, num_tokens)
     except torch.OutOfMemoryError as error:

@@ -10,9 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
-from ropewalk.model_runtime.attention.quantised.page_format import (
-    most_staged,
-)
+from ropewalk.model_runtime.attention.quantised.page_format import EXACT, most_staged
 from ropewalk.model_runtime.config import EngineConfig, lower_store_setting, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.memory.cache_size import MemoryProfile, sized
