@@ -119,8 +119,9 @@ class KVCache:
             index: PageArrays(as_numpy(keys), as_numpy(values))
             for index, (keys, values) in self._pages.items()
         } | {
-            index: CodeArrays(*map(as_numpy, self._pages[index]), scales)
-            for index, scales in self._scales.items()
+            index: CodeArrays(as_numpy(keys), as_numpy(values), self._scales[index])
+            for index, (keys, values) in self._pages.items()
+            if index in self._scales
         }
 
     @cached_property
