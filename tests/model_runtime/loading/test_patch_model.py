@@ -31,7 +31,7 @@ def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
 
 
 # These have a key head for every query head, and no field for it.
-MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon", "phi"}
+MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon"}
 # JetMoE repeats its key heads for each expert, and MiMo V2 has more of them in sliding layers.
 UNSTATED = {"jetmoe", "mimo_v2_flash"}
 
