@@ -65,29 +65,27 @@ OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/te
 # The files that have tests to be run alone; collecting the others takes ten seconds.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
-# Named files would run all their costly tests.
-DRAWN := SAMPLE=$(or $(SAMPLE),drawn)
+# Those that take a minute or more by nature; `make test-full` runs them, too.
+SHORT := and not long
 
 # Three at a time, a thread each, because tests wait for their servers about a third of the time.
 test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(CHECK_AND_COMPILE)
-	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n $(WORKERS) $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
-	$(DRAWN) $(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
-	$(if $(ISA),,$(if $(CI),$(DRAWN) OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n $(WORKERS) $(BY_FILE) --durations=25 -m "not alone and not ray $(SHORT)"
+	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone $(SHORT)" $(ALONE)
+	$(if $(ISA),,$(if $(CI),OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART)))
 
-# All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.
-test-full: setup  ## every test and every case; CONTRIBUTING.md says which change owes which PART
-	$(CHECK_AND_COMPILE)
-	$(BIN)/python -m tests.full $(PART)
+test-full:  ## every test, also those marked `long`; before a release
+	$(MAKE) test test-real test-ray SHORT="and not (long and real)"
 
-test-real: setup  ## real checkpoints, one of the parts of `make test-full`
-	$(BIN)/python -m tests.full real
+test-real: setup  ## real checkpoints, on all cores
+	$(PYTEST) --durations=10 tests/real
 
-# All of it: SAMPLE=all. Full length: REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
+# Full length: make test-ray SHORT= REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
 test-ray: setup  ## replicas on a real Ray cluster, and files of the API's tests against two of them
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev,ray]'
-	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 $(if $(filter all,$(SAMPLE)),,-m "not long") tests/server/ray
+	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 -m "not alone $(SHORT)" tests/server/ray
 	TEST_REPLICAS=2 OMP_NUM_THREADS=1 $(PYTEST) -m "not alone and not real and not long" tests/server/api
 
 # CONTRIBUTING.md says what it needs, and what was seen.
@@ -112,7 +110,7 @@ train: setup  ## the embedded model again, from Python's own library, into build
 # may lack.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
 	@$(GPU_PYTHON) -m benchmarks.gpu.needs
-	SAMPLE=all OMP_NUM_THREADS=2 $(GPU_TEST) -n $(GPU_WORKERS) --dist load -m "not alone" \
+	OMP_NUM_THREADS=2 $(GPU_TEST) -n $(GPU_WORKERS) --dist load -m "not alone" \
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import leftovers, sampling
+from tests import leftovers
 from tests.servers import preloaded
 
 if TYPE_CHECKING:
@@ -45,9 +45,6 @@ _GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 if not any(Path(each).exists() for each in _GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How many cases and costly tests the run leaves out.
-_LEFT_OUT = pytest.StashKey[tuple[int, int]]()
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark the run's processes and its temporary folder, before workers start.
@@ -65,61 +62,23 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_report_header() -> str:
-    """Say how to repeat the draw of sampled matrices."""
-    return sampling.header()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> Iterator[None]:
-    """Leave out the cases and costly tests that are not drawn, before the order is shuffled.
-
-    Then the files that take longest come first, so that no worker is left with one at the end.
-    """
-    cases, costly = sampling.not_drawn(items), dict[Any, None]()
-    folder = config.invocation_params.dir
-    if not sampling.asks_for_costly(config.args, config.option.keyword, folder):
-        costly = sampling.not_drawn_costly(items)
-    left_out = cases | costly
-    items[:] = [each for each in items if each not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
-    config.stash[_LEFT_OUT] = numbers = (len(cases), len(costly))
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = numbers
-    try:
-        return (yield)
-    finally:
-        items.sort(key=lambda item: item.path.stem not in _LONGEST)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take over what a worker of pytest-xdist left out; all of them leave out the same."""
-    told = getattr(node, "workeroutput", {}).get("left_out")
-    if told is not None:
-        node.config.stash[_LEFT_OUT] = tuple(told)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Let the longest files come first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in _LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how much was left out."""
-    cases, costly = config.stash.get(_LEFT_OUT, (0, 0))
-    if cases or costly:
-        terminalreporter.write_line(
-            f"left out: {cases} cases of matrices, {costly} costly tests (SAMPLE=all runs them)"
-        )
-    if config.option.durations:
-        _write_files(terminalreporter, config.option.durations)
-
-
-def _write_files(terminalreporter: Any, number: int) -> None:
     """Say which files took longest, with what their tests set up."""
+    if not config.option.durations:
+        return
     seconds = Counter[str]()
     for reports in terminalreporter.stats.values():
         for each in reports:
             if isinstance(each, pytest.TestReport):
                 seconds[each.nodeid.partition("::")[0]] += each.duration
     terminalreporter.section(f"slowest files, of {seconds.total():,.0f} s")
-    for name, taken in seconds.most_common(number):
+    for name, taken in seconds.most_common(config.option.durations):
         terminalreporter.write_line(f"{taken:7.2f}s {name}")
 
 

@@ -173,7 +173,7 @@ def _become_pytest(folder: Path, tests: Sequence[str], told: Path, out: int) -> 
         for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
             del sys.modules[name]
         sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT)))]
-        os.environ |= {"PYTHONPATH": str(folder), "SAMPLE": "drawn", "SAMPLE_SEED": "0"}
+        os.environ["PYTHONPATH"] = str(folder)
         # A file's bytecode is known by its second and its size, which a mutant may share.
         sys.dont_write_bytecode = True
         options = ["-x", "-q", "--no-header", "--tb=short", "-m", _MARKS, f"--timeout={_TEST_S}"]
