@@ -37,7 +37,8 @@ CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, num
 def loaded(monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> Checkpoint:
     """A tiny model, as a GPU serves it with exact_batches."""
     load_exactly(monkeypatch)
-    return tiny_checkpoint(name, num_hidden_layers=num_layers, exact_batches=True)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    return tiny_checkpoint(name, num_hidden_layers=num_layers, exact_batches=True, **sizes)
 
 
 def some_requests(checkpoint: Checkpoint) -> list[Request]:
