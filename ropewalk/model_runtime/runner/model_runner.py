@@ -192,11 +192,16 @@ class ModelRunner:
         try:
             if self._graphs is not None and self._graphs.takes(spans):
                 return self._graphs.prepared(spans, token_U)
+        except RecordingError as error:
+            self._give_up_recording(error)
+            return None
+        try:
             if self._prompt_graphs is not None and self._prompt_graphs.takes(spans):
                 queued = partial(self._queued, spans, token_U)
                 return self._prompt_graphs.prepared(spans, queued, token_U)
         except RecordingError as error:
-            self._give_up_recording(error)
+            self._prompt_graphs = None
+            _log.warning("prompts_not_recorded", error=str(error))
         return None
 
     def _give_up_recording(self, error: RuntimeError) -> None:
@@ -232,9 +237,14 @@ class ModelRunner:
                 page_size=self._page_size,
                 num_groups=self._store.num_groups,
             )
+        num_prompts = 0
         try:
             # Those with prompts need the most memory, which the others then share.
             num_prompts = 0 if prompts is None else prompts.record_all()
+        except (RecordingError, torch.OutOfMemoryError) as error:
+            prompts = None
+            _log.warning("prompts_not_recorded", error=str(error))
+        try:
             num_recorded = graphs.record_all()
             draws = self._captured_draws(graphs, limits.max_rows, record)
         except (RecordingError, torch.OutOfMemoryError) as error:

@@ -107,6 +107,25 @@ def test_a_size_that_differs_is_queued(
     assert record.num_replayed == 1
 
 
+def test_decodes_are_captured_where_prompts_are_not(
+    runners: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may suffice for the smaller steps only."""
+
+    def full(_: object) -> int:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(prompt_graphs.PromptGraphs, "record_all", full)
+    record = Again()
+    capture(runners[1], record, max_rows=1, max_prompt_tokens=SIZES[-1])
+    assert runners[1]._prompt_graphs is None
+    talk = Conversations(runners, [PLAIN])
+    talk.step({0: 16})
+    expected, got = talk.step({0: 1})
+    assert record.num_replayed == 1
+    torch.testing.assert_close(got, expected, atol=3e-5, rtol=1e-4)
+
+
 def test_rows_of_short_prompts_have_the_logits_of_their_last_tokens(
     runners: list[ModelRunner],
 ) -> None:
