@@ -260,8 +260,8 @@ class EightBitCpuAttention(RoundedCpuAttention):
         """Write the codes of keys and values that begin in these columns, head by head."""
         key_TKD = _columns(key_TC, key_at, pages.scales.key_KD)
         value_TKV = _columns(value_TC, value_at, pages.scales.value_KV)
-        keys_NKDO, values_NKOV = map(torch.from_numpy, pages[:2])
-        self.write(keys_NKDO, values_NKOV, key_TKD, value_TKV, pages.scales)
+        keys, values = torch.from_numpy(pages.keys_NKDO), torch.from_numpy(pages.values_NKOV)
+        self.write(keys, values, key_TKD, value_TKV, pages.scales)
 
     def attend(
         self,
@@ -275,10 +275,10 @@ class EightBitCpuAttention(RoundedCpuAttention):
         dim = pages.scales.key_KD.shape[1]
         query_THD = _columns(query_TC, 0, torch.empty(num_heads, dim))
         scaled_TC = as_numpy(pages.scales.scaled(query_THD).flatten(1))
-        codes_TC = super().attend(scaled_TC, num_heads, pages, params, ranged)
-        out_THV = torch.from_numpy(codes_TC).view(len(codes_TC), num_heads, -1)
-        out_TC = pages.scales.unscaled(out_THV).flatten(1)
-        return as_numpy(out_TC.to(_dtype(query_TC)))  # type: ignore[no-any-return]
+        out_TC = super().attend(scaled_TC, num_heads, pages, params, ranged)
+        out_THV = torch.from_numpy(out_TC).view(len(out_TC), num_heads, -1)
+        unscaled_TC = pages.scales.unscaled(out_THV).flatten(1)
+        return as_numpy(unscaled_TC.to(_dtype(query_TC)))  # type: ignore[no-any-return]
 
     def _pages_of(self, read: LayerRead) -> CodeArrays:
         assert read.scales is not None, "codes without scales"
@@ -295,5 +295,4 @@ def _dtype(numbers: Numbers) -> torch.dtype:
 def _columns(numbers_TC: Numbers, at: int, like_KX: Tensor) -> Tensor:
     """Return the columns from `at` on as numbers in the shape of `like_KX`, for each token."""
     columns = numbers_TC[:, at : at + like_KX.numel()]
-    found: Tensor = as_tensor(columns, _dtype(columns))
-    return found.view(len(columns), *like_KX.shape)
+    return as_tensor(columns, _dtype(columns)).view(len(columns), *like_KX.shape)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
@@ -28,6 +28,8 @@ def exact_forward(model: Any, plans: Mapping[int, LayerPlan]) -> FlatForward:
     weights: list[tuple[Tensor, Tensor | None]] = []
 
     def multiply(linears: Linears) -> Callable[..., None]:
+        if not all(type(each) is nn.Linear for each in linears.modules):
+            raise UntraceableError("has quantised weights (weights: dequantised serves them)")
         weights.append(joined_weight(linears.modules))
         weight_NK, bias_N = weights[-1]
         return partial(multiply_into, weight_NK=weight_NK, bias_N=bias_N)
