@@ -48,7 +48,6 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "_TRIED", (1, 17, 65, 131))
     monkeypatch.setattr(exact_attention, "_PIECE_TILES", tl.constexpr(1))
     monkeypatch.setattr(exact_attention, "_MOST_ROWS", 16)
-    monkeypatch.setattr(exact_attention, "_PROGRAMS", 1)
     for module in (exact_attention, exact_work):
         monkeypatch.setattr(module, "PIECE_TILES", 1)
     monkeypatch.setattr(work_list, "_LEAST_TILES", 1)

@@ -258,6 +258,17 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", CARDS)
+def test_the_kernels_of_exact_batches_compile_for_a_card(capability: int) -> None:
+    """Each form of a product, and reads whose pieces are stored."""
+    lines = outside("tests.gpu_targets", str(capability), "exact")
+    assert {line["kernel"] for line in lines} == {"_read", "_merge", "_multiply", "_add_parts"}
+    assert all(line["shared_bytes"] <= MOST_SHARED for line in lines)
+    products = [line for line in lines if line["case"].endswith("bfloat16")]
+    assert all(line["stack_bytes"] == 0 for line in products)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", CARDS)
 def test_the_kernels_compile_for_a_card(capability: int) -> None:
     """The interpreter cannot show whether registers and shared memory suffice."""
     lines = outside("tests.gpu_targets", str(capability))

@@ -44,8 +44,9 @@ from ropewalk.model_runtime.gpu.primitives import (
 from ropewalk.model_runtime.transfer import make_current
 
 _MOST_ROWS = 64  # query heads of the tokens of a program
-_WARPS, _STAGES = 4, 3
-_PROGRAMS = 2  # of a processor that run at the same time
+_WARPS, _STAGES = 8, 3
+_MERGE_WARPS = 4
+_PROGRAMS = 1  # of a processor that run at the same time: all registers are taken
 _STORED_BYTES = 2**26  # of the pieces that are stored
 _AT_ONCE = tl.constexpr(16)  # pieces whose loads are in flight while they are added
 _PIECE_TILES = tl.constexpr(PIECE_TILES)
@@ -313,7 +314,7 @@ class ExactAttention(TritonAttention):
         )  # fmt: skip
         _merge[(len(work.merged_M3), num_heads)](
             *stored, sinks, work.merged_M3, out_THV, *out_THV.stride()[:2],
-            VALUES=value_dim, VALUES_2=padded(value_dim), SUNK=is_sunk, num_warps=_WARPS,
+            VALUES=value_dim, VALUES_2=padded(value_dim), SUNK=is_sunk, num_warps=_MERGE_WARPS,
         )  # fmt: skip
         return out_THV
 
