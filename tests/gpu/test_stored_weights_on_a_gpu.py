@@ -3,6 +3,7 @@
 Twelve shapes of each format, by the product that a load chooses there and by the widened weight.
 """
 
+import math
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def integers(shape: tuple[int, int], bits: int, group: int, *, has_zeros: bool) 
     """Random codes with scales for each group."""
     num_outputs, num_inputs = shape
     draw = torch.Generator().manual_seed(num_outputs + num_inputs)
-    group = min(group, num_inputs)
+    group = math.gcd(group, num_inputs)  # groups are whole
     cells = num_outputs, num_inputs // group
     codes = torch.randint(1 << bits, shape, generator=draw, dtype=torch.uint8)
     scale = (torch.rand(cells, generator=draw) * 0.01 + 0.001).half()
