@@ -151,9 +151,9 @@ class CacheSettings(Section):
     kv_cache_dtype: Literal["auto", "bfloat16", "fixed8", "int8", "k8v4", "int4"] = setting(
         "auto",
         "Number type of the KV cache. auto is --dtype. fixed8 is integers of eight bits with fixed "
-        "scales. On a CPU, bfloat16 rounds keys and values of a model in float32, and int8, k8v4 "
-        "(keys in eight bits, values in four) and int4 quantise full pages. All change answers a "
-        "little.",
+        "scales, also on a GPU. On a CPU, bfloat16 rounds keys and values of a model in float32, "
+        "and int8, k8v4 (keys in eight bits, values in four) and int4 quantise full pages. All "
+        "change answers a little.",
         unit="name",
     )
     kv_disk: Path | None = setting(
@@ -235,8 +235,8 @@ class CacheSettings(Section):
         None,
         "Most draft tokens of a sequence in a decode step (speculative decoding). 0: no "
         "speculation. Default: 15 with batch invariance, as on a CPU or with exact_batches, else "
-        "0. Elsewhere a number turns drafts on: each token is still the one that the model chooses "
-        "in its step, but its bits may depend on the draft.",
+        "0. Elsewhere a number turns drafts on. The model still chooses each token, but its bits "
+        "may depend on the draft.",
         unit="tokens",
         ge=0,
         le=15,
@@ -244,8 +244,7 @@ class CacheSettings(Section):
     max_num_batched_tokens: int | None = setting(
         None,
         "Most tokens of one step. Each decoding sequence takes one; chunked prefill takes the "
-        "rest. "
-        "Default: 2048; on a GPU of 70 GiB and more 8192.",
+        "rest. Default: 2048; on a GPU of 70 GiB and more 8192.",
         unit="tokens",
         ge=1,
     )
@@ -253,8 +252,8 @@ class CacheSettings(Section):
         None,
         "Target duration of a step that includes prefill. It bounds how long running requests"
         " pause and new requests wait. Steps may exceed it by up to 1.4x. While nothing is "
-        "decoding, the target is four times as long. Default: 0.1, on a GPU 0.25, or four measured "
-        "steps without prefill, if they take longer. 0: no target.",
+        "decoding, the target is four times as long. Default: 0.1, on a GPU 0.25, or the time of "
+        "four steps without prefill if that is longer. 0: no target.",
         unit="seconds",
         ge=0,
     )
