@@ -8,7 +8,6 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import structlog
 
@@ -115,7 +114,7 @@ class Outcome:
         return ", ".join(parts)
 
 
-def outcome(architecture: str) -> Outcome:
+def outcome(architecture: str, *, on_gpu: bool = False) -> Outcome:
     """Take one tiny random model over."""
     model = tiny_model(architecture)
     name = type(model).__name__
@@ -127,13 +126,8 @@ def outcome(architecture: str) -> Outcome:
         reason = reason.removeprefix(name).lstrip(": ")
         return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)
     plans = tuple(checkpoint.plans.values())
-    executors = _on_cpu(checkpoint), _on_gpu(architecture) if is_interpreting() else ""
+    executors = _on_cpu(checkpoint), _on_gpu(architecture) if on_gpu else ""
     return Outcome(architecture, name, plans, checkpoint.report.bitwise, "", *executors, checkpoint)
-
-
-def is_interpreting() -> bool:
-    """Whether Triton's kernels are interpreted here. The page has no GPU's column otherwise."""
-    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _on_cpu(checkpoint: Checkpoint) -> str:
@@ -272,7 +266,7 @@ def main() -> None:
         os.execve(sys.executable, again, {**os.environ, "TRITON_INTERPRET": "1"})  # noqa: S606  # this one
     warnings.simplefilter("ignore")
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    sys.stdout.write(page([outcome(name) for name in (*SERVED, *REFUSED)]))
+    sys.stdout.write(page([outcome(name, on_gpu=True) for name in (*SERVED, *REFUSED)]))
 
 
 if __name__ == "__main__":

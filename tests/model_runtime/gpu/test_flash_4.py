@@ -102,7 +102,7 @@ def test_it_reads_long_prompts_only(num_tokens: int, monkeypatch: pytest.MonkeyP
     for name in ("flash", "flash_4"):
         monkeypatch.setattr(flash, name, lambda *_, name=name: chosen.append(name))
     query_THD = torch.zeros(num_tokens, 1, 8)
-    anything: Any = MagicMock()  # a read and a group, which are passed on
+    anything: Any = MagicMock(is_padded=False)  # a read and a group, which are passed on
     flash.flash_part(anything, anything, query_THD, query_THD, query_THD)
     assert chosen == ["flash_4" if num_tokens >= flash_4.LEAST_TOKENS else "flash"]
 

@@ -62,6 +62,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "trust_remote_code": True,
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
+        "exact_batches": True,
         "max_num_batched_tokens": 64,
         "api_key": ["a", "b"],
         "open_metrics": True,

@@ -222,7 +222,7 @@ def test_a_card_that_is_not_here_is_planned_for(tmp_path: Path) -> None:
     assert "LlamaForCausalLM, cuda" in ended.stdout
     assert "of 30.7 MiB (planned: `serve` sizes the cache by a step)" in ended.stdout
     tight = CliRunner().invoke(check, [str(path), "--gpu-memory-gib", "0.01"])
-    assert "(what the KV cache holds)" in tight.stdout
+    assert "(the size of the KV cache)" in tight.stdout
     small = CliRunner().invoke(check, [str(path), "--gpu-memory-gib", "0.001"])
     assert small.exit_code == 2
     assert "no room for a page of the KV cache beside" in small.stderr
