@@ -25,7 +25,7 @@ FROM ${BASE_IMAGE} AS environment
 ARG TORCH_INDEX=
 ARG TORCH_SHA256=
 # Extras of pyproject.toml, with commas between them: `ray` for --replicas, `otel` for --traces,
-# `valkey` for --kv-store.
+# `valkey` for --kv-store, `gpu-weights` for quantised weights on a GPU.
 ARG EXTRAS=
 WORKDIR /src
 COPY locks/ locks/

@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from tests.doubles.engines import EngineFactory
     from tests.servers.processes import Server
 
-# Files of eight seconds or more in `make test`, by what is drawn. All begin before the others.
+# Files of eight seconds or more in `make test`. All begin before the others.
 _LONGEST = {
     *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
     *("test_page_tells", "test_low_bit_models", "test_low_bit_products", "test_low_bit_experts"),
     *("test_rounded_products", "test_planned_storage", "test_fused_decoder", "test_packed_linear"),
-    *("test_fewer_kernels", "test_triton_prefill", "test_triton_ranges", "test_triton_backend"),
+    *(
+        "test_fewer_kernels",
+        "test_gpu_states",
+        "test_exact_batches",
+        "test_flat_forward",
+        "test_triton_prefill",
+        "test_triton_ranges",
+        "test_triton_backend",
+    ),
     *("test_gguf_hybrids", "test_gguf_served", "test_quantised_weights", "test_patch_model"),
     *("test_adversarial_weights", "test_architectures", "test_positions", "test_states"),
     *(

@@ -60,7 +60,7 @@ _PAGE = """# GGUF files
 
 ## Memory
 
-On a CPU, weights of linears and of the embedding stay quantised, if they have one of the types {kept} ([quantised weights](../design/quantised-weights.md)). Weights of other types are dequantised at load. So are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take the memory of the same model in `--dtype`. One tensor at a time is read.
+Weights of linears and of the embedding stay quantised, if they have one of the types {kept} ([quantised weights](../design/quantised-weights.md)). Weights of other types are dequantised at load. So are all weights with `--tensor-parallel-size` and with `--weights dequantised`. They take the memory of the same model in `--dtype`. One tensor at a time is read.
 
 The weights that are served are the file's values, rounded once. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
 

@@ -76,6 +76,7 @@ def test_short_beside_long(monkeypatch: pytest.MonkeyPatch, engines: EngineFacto
     assert answer(engine, some_requests(checkpoint)[2]) == expected[2:], "cached"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_captured_and_queued_steps_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, name: str

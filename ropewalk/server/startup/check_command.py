@@ -30,6 +30,7 @@ _SETTINGS_FILES = (".yaml", ".yml")
 @click.option(
     "--gpu-memory-gib",
     type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
     help="Plan for a GPU with so much memory, which need not be here.",
 )
 @with_flags(*SECTIONS)

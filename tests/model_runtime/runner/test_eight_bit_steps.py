@@ -88,7 +88,7 @@ def test_recorded_steps_write_and_read_codes_as_others(monkeypatch: pytest.Monke
         on_cpu, queued, recorded = (talk.step(step) for talk in talks)
         # A key whose product was rounded otherwise may have the next code.
         errors = (queued - on_cpu).abs()
-        assert errors.median() < 1e-3
+        assert errors.median() < 3e-3
         assert errors.max() < 0.1
         torch.testing.assert_close(recorded, queued, atol=1e-4, rtol=1e-4)
     assert record.num_replayed == 3

@@ -202,7 +202,8 @@ def digest() -> str:
 
 
 @pytest.mark.skipif(vectors().name != "AVX-512", reason="an older processor is played by AVX-512")
-@pytest.mark.parametrize("name", ["avx2", pytest.param("sse4.2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["avx2", "sse4.2"])
 def test_every_processor_has_the_same_bits(name: str) -> None:
     """VNNI, products of pairs in sixteen bits, and the older one's without fused operations."""
     module = "tests.model_runtime.layers.low_bits.test_rounded_products"
