@@ -216,7 +216,7 @@ The fifth and sixth columns say what runs the forward of a model, as `install_fo
 | flat list | GPU | {flat} | a list of launches ([loading](../design/loading.md#a-list-of-launches)); {flat_without_modules} of them call no module of transformers |
 | modules | GPU | {gpu_modules} | transformers' own forward, with norms of one kernel; the column has the first operation without a launch |
 
-What torch did not compute are the experts of a block that keeps its own code, for example ([loading](../design/loading.md#mixtures-of-experts)). For the sixth column the launches are interpreted on a CPU. No GPU has run them.
+The experts of a block that keeps its own code, for example, are not computed by torch ([loading](../design/loading.md#mixtures-of-experts)). For the sixth column the launches are interpreted on a CPU. No GPU has run them.
 
 The last column says which weights stand behind a row, besides small random ones:
 

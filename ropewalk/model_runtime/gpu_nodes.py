@@ -6,7 +6,6 @@ from typing import Protocol
 
 # The nodes of NVIDIA's driver, and of Windows' subsystem for Linux.
 NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")
-GPU_NODES = (*NVIDIA_NODES, "/dev/kfd")  # AMD's
 
 
 class Device(Protocol):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _LARGEST = 127
-# The self-check's largest code is from 32 up to 64. What comes later may be twice as large or more.
+# The self-check's largest code is from 32 up to 64. A later number may be twice as large or more.
 _PEAK_BITS = 6
 _MOST_BITS = 30  # of a scale's exponent, so that a query times a scale stays finite
 

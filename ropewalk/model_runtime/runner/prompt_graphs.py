@@ -10,8 +10,8 @@ The first replay of each number of tokens is compared with the queued step, whos
 returned. If they differ, then such steps are queued from then on.
 
 Some steps are queued: with more tokens, prompts or keys than there is room for, and all steps while
-a table has a position method. Quantised pages, models with states and divided models have no such
-captures. A captured step computes its whole last layer.
+a table has a position method. Models with states and divided models have no such captures. A
+captured step computes its whole last layer.
 
 Shapes: T = flat tokens, X = sequences, N = pages of the longest sequence, G = groups of layers,
 R = rows of logits, V = vocabulary, F = fields of a token, U = first tokens that only the device

@@ -21,7 +21,6 @@ Bytes = NDArray[np.uint8]
 NO_BYTES: Bytes = np.empty(0, np.uint8)  # of panels that are only planned
 _MOST = 127  # of int8, so that a weight and its negative are stored alike
 MOST_MAGNITUDE = _MOST * float(np.finfo(np.float16).max)  # of a weight
-_PANELS_AT_ONCE = 16  # while packing, so that temporary copies stay small
 
 
 class Parts(NamedTuple):

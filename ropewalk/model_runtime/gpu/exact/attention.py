@@ -3,7 +3,7 @@
 One kernel reads for decodes, prompts and drafts. A program takes one key head, a few tokens of one
 sequence and a run of pieces of its context (exact_work.py). A tile of keys is multiplied in the
 same shape for any number of tokens. A token adds the keys of a piece in the order of their
-positions, and then the pieces in theirs. What a token does not see changes no bit of it.
+positions, and then the pieces in theirs. Keys that a token does not see change no bit of it.
 
 As in the decode kernel of other servings, a tile's keys are rotated by their offsets in the tile,
 and the queries back by the tile's start.

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ropewalk.model_runtime.gpu.exact.product import expert_products, product_of, row_tiles
 from ropewalk.model_runtime.layers.experts.low_bit import is_experts
+from ropewalk.model_runtime.layers.experts.top_k import TOP_K, first_top_k
 
-_TOP_K = {torch.topk, torch.Tensor.topk}
 _MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
 _MATRIX_DIMS = 2
 
@@ -35,22 +35,9 @@ class _Rules(TorchFunctionMode):
             return product_of(*args, **named)
         if func in _MATMUL and args[1].dim() == _MATRIX_DIMS:
             return product_of(args[0], args[1].t())
-        if func in _TOP_K:
-            return _top_k(*args, **named)
+        if func in TOP_K:
+            return first_top_k(*args, **named)
         return func(*args, **named)
-
-
-def _top_k(
-    input: Tensor,  # noqa: A002  # torch's name
-    k: int,
-    dim: int = -1,
-    largest: bool = True,  # noqa: FBT001, FBT002
-    sorted: bool = True,  # noqa: A002, FBT001, FBT002
-) -> Any:
-    """Return the k largest numbers and their places; among equal ones, the first places."""
-    del sorted
-    values, places = torch.sort(input, dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
 
 
 class ExactBlock:

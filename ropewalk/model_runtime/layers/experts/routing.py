@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from ropewalk.model_runtime.layers.experts.low_bit import is_experts
 from ropewalk.model_runtime.layers.experts.router_names import is_router
+from ropewalk.model_runtime.layers.experts.top_k import TOP_K, first_top_k
 from ropewalk.model_runtime.layers.packed_linear import rowwise
 
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
-_TOP_K = {torch.topk, torch.Tensor.topk}
 _ELEMENTWISE = {torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, nn.functional.softplus}
 
 Product = Callable[[Tensor], Tensor]
@@ -57,8 +57,8 @@ class Rules(TorchFunctionMode):
             return self._logits(*args, **named)
         if func in _CONVERSIONS and self._is_router(args[0]):
             return args[0]  # it is widened by the product
-        if func in _TOP_K:
-            return _top_k(*args, **named)
+        if func in TOP_K:
+            return first_top_k(*args, **named)
         if func in _ELEMENTWISE:
             return rowwise(lambda x: func(x, *args[1:], **named), args[0])
         return func(*args, **named)
@@ -74,19 +74,6 @@ class Rules(TorchFunctionMode):
         else:
             out = product(x.float().contiguous())
         return out if bias is None else out + bias.float()
-
-
-def _top_k(
-    input: Tensor,  # noqa: A002  # torch's name
-    k: int,
-    dim: int = -1,
-    largest: bool = True,  # noqa: FBT001, FBT002
-    sorted: bool = True,  # noqa: A002, FBT001, FBT002
-) -> Any:
-    """Return the k largest numbers and their places; among equal ones, the first places."""
-    del sorted
-    values, places = torch.sort(input, dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
 
 
 class RuledForward:
