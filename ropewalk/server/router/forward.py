@@ -217,7 +217,7 @@ class Forwarder:
         while data := await exchange.read():
             if events := splitter.feed(data):
                 await self._send_new(asked, events, send, is_again=is_again)
-        if splitter.has_rest or (is_again and not asked.sent.is_repeated):
+        if splitter.has_rest or (is_again and not asked.sent.is_repeated()):
             raise LostError("its answer ended in the middle")
         if is_again:
             self._metrics.continued("ok")

@@ -1,13 +1,16 @@
 """Exact continuation of a stream: a second run's events are compared with those that were sent.
 
-A server gives the same bytes for the same request, id, time and seed, so the events are equal.
+A server gives the same bytes for the same request, id, time and seed, so the events of each choice
+are equal. The order between choices follows the engine's steps, which differ by run.
 Some numbers tell of the run instead of the answer, and are not compared: cached tokens, times, and
 the progress of a prompt. Comments and pings follow the clock and are left out.
 """
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 END_OF_EVENT = b"\n\n"
 # A window of 4 KiB holds several events, which are alike. A stream has 24 KiB of state in it.
@@ -21,6 +24,7 @@ _OF_THE_RUN = re.compile(
     rb'|"timings": ?\{[^{}]*\}'
 )
 _SKIPPED = (b":", b"event: ping\n")
+_CHOICE = re.compile(rb'"choices": ?\[\{"index": ?([0-9]+)')
 _PROGRESS = re.compile(rb'"prompt_progress": ?\{')
 # How an answer tells that its engine has ended, by API.
 _FAILURES = (
@@ -41,6 +45,12 @@ def compared(event: bytes) -> bytes:
     if event.startswith(_SKIPPED) or _PROGRESS.search(event):
         return b""
     return _OF_THE_RUN.sub(b"", event)
+
+
+def _choice_of(event: bytes) -> bytes:
+    """Return the index of an event's choice; empty for an event of the whole answer."""
+    found = _CHOICE.search(event)
+    return b"" if found is None else found[1]
 
 
 def tells_failure(event: bytes) -> bool:
@@ -89,6 +99,14 @@ def events_in(data: bytes) -> Iterator[bytes]:
         start = end
 
 
+def _events_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the events of blocks that are cut anywhere."""
+    rest = b""
+    for block in blocks:
+        whole, end, rest = (rest + block).rpartition(END_OF_EVENT)
+        yield from events_in(whole + end)
+
+
 class SentEvents:
     """The events that a client has, compressed, and how far a second run has repeated them."""
 
@@ -96,8 +114,8 @@ class SentEvents:
         self._plain = bytearray()
         self._packed: list[bytes] = []
         self._packer: zlib._Compress | None = None
-        self._due: Iterator[bytes] | None = None
-        self._next: bytes | None = None  # of those that are due
+        self._due: Iterator[bytes] = iter(())
+        self._waiting: dict[bytes, deque[bytes]] = {}  # taken from those that are due, by choice
 
     def keep(self, events: bytes) -> None:
         """Note events that are sent."""
@@ -115,47 +133,68 @@ class SentEvents:
     def begin_again(self) -> None:
         """Expect the same events from the start."""
         self._due = filter(None, map(compared, self._all()))
-        self._next = next(self._due, None)
+        self._waiting.clear()
 
-    @property
     def is_repeated(self) -> bool:
         """Return whether every event that the client has came again."""
-        return self._next is None
+        return not self._waiting and not self._take_due()
 
     def beyond(self, events: bytes) -> bytes:
         """Return those of the second run's events that the client does not have yet.
 
         Raises DivergedError if one differs from the client's.
         """
-        if self._next is None:
+        if self.is_repeated():
             return events
-        assert self._due is not None
-        num_repeated = 0
+        new = []
         for event in events_in(events):
-            if self._next is None:
-                break
-            num_repeated += len(event)
             found = compared(event)
-            if found and found != self._next:
+            if not found:
+                if self.is_repeated():
+                    new.append(event)
+                continue
+            choice = _choice_of(found)
+            expected = self._expected(choice)
+            if expected is None:
+                # Events of the whole answer come before or after those of all choices.
+                if self._waiting and (not choice or b"" in self._waiting):
+                    raise DivergedError
+                new.append(event)
+            elif found != expected:
                 raise DivergedError
-            if found:
-                self._next = next(self._due, None)
-        return events[num_repeated:]
+        return b"".join(new)
+
+    def _expected(self, choice: bytes) -> bytes | None:
+        """Return the next of a choice's events that the client has; None if it has no more."""
+        while choice not in self._waiting:
+            if not self._take_due():
+                return None
+        waiting = self._waiting[choice]
+        event = waiting.popleft()
+        if not waiting:
+            del self._waiting[choice]
+        return event
+
+    def _take_due(self) -> bool:
+        """Let the next of the client's events wait for its choice; return False at the end."""
+        event = next(self._due, None)
+        if event is None:
+            return False
+        self._waiting.setdefault(_choice_of(event), deque()).append(event)
+        return True
 
     def num_events(self) -> int:
         return sum(1 for event in self._all() if not event.startswith(b":"))
 
     def _all(self) -> Iterator[bytes]:
-        """Yield the events so far."""
-        rest = b""
-        for block in self._blocks():
-            whole, end, rest = (rest + block).rpartition(END_OF_EVENT)
-            yield from events_in(whole + end)
+        """Yield the events so far; those that come later are not among them."""
+        return _events_of(self._blocks())
 
     def _blocks(self) -> Iterator[bytes]:
         """Yield the bytes so far, a block at a time."""
-        if self._packer is not None:
-            unpacker = zlib.decompressobj(_WINDOW_BITS)
-            for packed in (*self._packed, self._packer.copy().flush()):
-                yield unpacker.decompress(packed)
-        yield bytes(self._plain)
+        plain = bytes(self._plain)
+        if self._packer is None:
+            return iter((plain,))
+        unpacker = zlib.decompressobj(_WINDOW_BITS)
+        packed = (*self._packed, self._packer.copy().flush())
+        return chain(map(unpacker.decompress, packed), (plain,))

@@ -50,12 +50,54 @@ def test_a_client_gets_every_event_once(num_sent: int) -> None:
         rest = rest[size:]
         sent.keep(new)
         got += new
-    assert sent.is_repeated
+    assert sent.is_repeated()
     assert not splitter.has_rest
     comments = got.count(OPENING)
     assert got.replace(OPENING, b"") == b"".join(STREAM[1:])
     assert comments >= min(num_sent, 1)
     assert sent.num_events() == len(STREAM) - 1
+
+
+def of_choice(index: int, number: int) -> bytes:
+    return event("", choices=[{"index": index, "text": f"{number}"}])
+
+
+@pytest.mark.parametrize("num_sent", [1, 40, 900, 1100])
+def test_choices_may_come_in_another_order(num_sent: int) -> None:
+    """Each choice gets every event once and in turn, and the end comes last."""
+    rng = random.Random(num_sent)
+    end = [event("", choices=[], usage={"total_tokens": 9}), b"data: [DONE]\n\n"]
+
+    def run() -> list[bytes]:
+        order = [index for index in range(3) for _ in range(400)]
+        rng.shuffle(order)
+        nexts = [iter(range(400)) for _ in range(3)]
+        return [of_choice(index, next(nexts[index])) for index in order] + end
+
+    sent = SentEvents()
+    got = run()[:num_sent]
+    sent.keep(b"".join(got))
+    for num_repeated in (500, 1202):  # the second server is lost, too
+        sent.begin_again()
+        for each in run()[:num_repeated]:
+            new = sent.beyond(each)
+            sent.keep(new)
+            got += [new] if new else []
+    assert sent.is_repeated()
+    assert got[-2:] == end
+    for index in range(3):
+        own = [each for each in got if each.startswith(of_choice(index, 0)[:-10])]
+        assert own == [of_choice(index, number) for number in range(400)]
+
+
+def test_another_text_of_one_choice_is_no_continuation() -> None:
+    sent = SentEvents()
+    sent.keep(of_choice(0, 0) + of_choice(1, 0) + of_choice(1, 1))
+    sent.begin_again()
+    assert sent.beyond(of_choice(1, 0) + of_choice(0, 0) + of_choice(0, 1)) == of_choice(0, 1)
+    assert not sent.is_repeated()
+    with pytest.raises(DivergedError):
+        sent.beyond(of_choice(1, 2))
 
 
 def test_another_text_is_no_continuation() -> None:
@@ -72,7 +114,7 @@ def test_an_answer_that_ends_early_is_not_repeated() -> None:
     sent.keep(event("a") + event("b"))
     sent.begin_again()
     assert sent.beyond(event("a")) == b""
-    assert not sent.is_repeated
+    assert not sent.is_repeated()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +135,7 @@ def test_what_tells_of_the_run_is_not_compared(first: bytes, second: bytes) -> N
     sent.keep(first)
     sent.begin_again()
     assert sent.beyond(second + event("new")).endswith(event("new"))
-    assert sent.is_repeated
+    assert sent.is_repeated()
 
 
 def test_the_same_words_in_a_text_are_compared() -> None:

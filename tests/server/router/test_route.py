@@ -23,6 +23,7 @@ KEY = "a-key-of-the-router"
 _IDS = re.compile(
     rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|(created|completed)_at)\": ?[0-9]+"
 )
+_RUNNING = "ropewalk_requests_running "
 FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
 ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
 HASTY = (*ROUTER[:-1], "0.7")  # for servers that are stopped
@@ -68,6 +69,17 @@ def events(data: bytes) -> list[bytes]:
     """The events of a stream without comments, and with no id or time that differs by run."""
     found = [each for each in data.split(b"\n\n") if each and not each.startswith(b":")]
     return [_IDS.sub(b"", re.sub(rb'"cached_tokens": ?[0-9]+', b"", each)) for each in found]
+
+
+def by_choice(found: list[bytes]) -> list[bytes]:
+    """Events in the order of their choices; those of one choice stay in turn."""
+    return sorted(found, key=lambda each: re.findall(rb'"choices":\[\{"index":[0-9]+', each))
+
+
+def running(server: Server) -> float:
+    """The requests that a server computes."""
+    page = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return next(float(each.split()[-1]) for each in page if each.startswith(_RUNNING))
 
 
 class Reader(threading.Thread):
@@ -230,6 +242,33 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
     for each, wanted in zip(readers, expected, strict=True):
         each.join(60)
         assert events(each.data) == wanted
+
+
+def test_choices_go_on_beside_other_requests(servers: list[Server]) -> None:
+    """The server that goes on starts one choice long after the other one."""
+    body: dict[str, Any] = {**LONG, "n": 2, "seed": 1}
+    asked = [
+        ("/v1/completions", {**body, "prompt": "import os\n"}),
+        ("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "import"}]}),
+    ]
+    expected = alone(servers[0], asked)
+    with (
+        running_server(*FLAGS, "--max-num-seqs", "1") as narrow,
+        routed(servers[0].url, narrow.url, num_ready=2) as url,
+    ):
+        for (path, body), wanted in zip(asked, expected, strict=True):
+            answer = httpx.post(narrow.url + path, json=body, timeout=60).content
+            assert events(answer) != wanted
+            continued = metric(url, 'continued_total{outcome="ok"}')
+            reader = Reader(url, path, body)
+            assert reader.has_begun.wait(60)
+            busy = max(servers[0], narrow, key=running)
+            os.kill(busy.pid, signal.SIGSTOP)
+            reader.join(60)
+            os.kill(busy.pid, signal.SIGCONT)
+            assert by_choice(events(reader.data)) == by_choice(wanted)
+            assert metric(url, 'continued_total{outcome="ok"}') > continued
+            wait_until(lambda: metric(url, 'servers{state="ready"}') == 2)
 
 
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
