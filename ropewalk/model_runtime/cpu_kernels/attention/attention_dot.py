@@ -147,7 +147,8 @@ def rotate_keys_singly(
     for d in range(dim):
         widen(keys_NKDO[page_id, head, d], keys_DO[d, :page_size])
     for p in range(pairs):
-        row_O[:] = keys_DO[p]
+        for o in range(page_size):
+            row_O[o] = keys_DO[p, o]
         for o in range(page_size):
             first, second = row_O[o], keys_DO[p + pairs, o]
             cos, sin = cos_SPO[table_id, p, o], sin_SPO[table_id, p, o]
@@ -216,7 +217,8 @@ def _values_in_lanes(
     if dim == scratch_OV.shape[1]:
         return values_NKOV[page_id, head]
     for o in range(num_keys):
-        scratch_OV[o, :dim] = values_NKOV[page_id, head, o]
+        for v in range(dim):
+            scratch_OV[o, v] = values_NKOV[page_id, head, o, v]
     return scratch_OV
 
 

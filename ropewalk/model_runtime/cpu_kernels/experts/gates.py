@@ -72,8 +72,9 @@ def gate_panels(
                     gate_O[o] = both_MW[m, 2 * (at + o)]
                     up_O[o] = both_MW[m, 2 * (at + o) + 1]
             else:
-                gate_O[:] = both_MW[m, at : at + PANEL]
-                up_O[:] = both_MW[m, half + at : half + at + PANEL]
+                for o in range(PANEL):
+                    gate_O[o] = both_MW[m, at + o]
+                    up_O[o] = both_MW[m, half + at + o]
             if kind == CLAMPED:
                 _clamp(gate_O, up_O, alpha, limit)
             else:
