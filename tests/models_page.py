@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, program_of
@@ -56,11 +55,6 @@ REFUSED = (
 )  # fmt: skip
 # Served, with experts outside transformers' interface, and routers that follow no rules for ties.
 OUTSIDE = ("dbrx", "jetmoe")
-# Architecture -> its real checkpoints in tests/real.
-REAL = {
-    "llama": ("SmolLM2 135M Instruct",),
-    "gemma3_text": ("Gemma 3 270M",),
-}
 # Architectures with rotation that are not tried -> the reason.
 NOT_TRIED = {
     "blt": "reads bytes in patches that a second model cuts",
@@ -82,7 +76,6 @@ class Outcome:
 
     architecture: str
     class_name: str
-    plans: tuple[LayerPlan, ...]  # empty when refused
     is_bitwise: bool
     refusal: str  # empty when served
     on_cpu: str = ""  # what runs its forward, when served
@@ -90,28 +83,16 @@ class Outcome:
     checkpoint: Checkpoint | None = None  # when served
 
     def row(self) -> str:
-        """The outcome's line of the page."""
-        cells = [f"`{self.architecture}`", self.class_name]
-        if self.refusal:
-            cells.append(self.refusal)
-        else:
-            exact = "to the bit" if self.is_bitwise else "within rounding"
-            weights = ["adversarial", *REAL.get(self.architecture, ())]
-            cells += [self._rotation(), exact, self.on_cpu, self.on_gpu, ", ".join(weights)]
-        return f"| {' | '.join(cells)} |"
+        """The line of the page of an architecture that is served."""
+        gpu = self.on_gpu.partition(": ")[0].partition(", calls ")
+        cpu, gpu = self.on_cpu.partition(": ")[0], gpu[0] + " and modules" * bool(gpu[1])
+        return f"| `{self.architecture}` | {self.class_name} | {cpu} | {gpu} |"
 
-    def _rotation(self) -> str:
-        parts = []
-        rotating = [plan for plan in self.plans if plan.layer_type is not None]
-        pairing = "interleaved" if rotating[0].interleaved else "half-split"
-        parts.append(pairing)
-        if rotating[0].rotary_dim < rotating[0].key_dim:
-            parts.append("part of the head")
-        if len({plan.layer_type for plan in rotating}) > 1:
-            parts.append("a table per layer type")
-        if len(rotating) < len(self.plans):
-            parts.append("some layers not at all")
-        return ", ".join(parts)
+    def reason(self) -> str:
+        """The refusal without what differs between architectures."""
+        said = re.sub(r"^\w+(?:: is \w+, so | (?=mixes))", "", self.refusal)
+        said = re.sub(r"(?:, which is)? not served (?:for this class )?yet$", "", said)
+        return re.sub(r" \[[^]]*\]", "", re.sub(r"the index -?\d+", "an index", said))
 
 
 def outcome(architecture: str, *, on_gpu: bool = False) -> Outcome:
@@ -124,10 +105,9 @@ def outcome(architecture: str, *, on_gpu: bool = False) -> Outcome:
         # The first case that fails depends on the processor.
         reason = re.sub(r"(fails its self-check) on .*", r"\1", str(error))
         reason = reason.removeprefix(name).lstrip(": ")
-        return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)
-    plans = tuple(checkpoint.plans.values())
+        return Outcome(architecture, name, is_bitwise=False, refusal=reason)
     executors = _on_cpu(checkpoint), _on_gpu(architecture) if on_gpu else ""
-    return Outcome(architecture, name, plans, checkpoint.report.bitwise, "", *executors, checkpoint)
+    return Outcome(architecture, name, checkpoint.report.bitwise, "", *executors, checkpoint)
 
 
 def _on_cpu(checkpoint: Checkpoint) -> str:
@@ -179,63 +159,61 @@ def counts(outcomes: list[Outcome]) -> dict[str, int]:
 def page(outcomes: list[Outcome]) -> str:
     """The whole page."""
     served = [each.row() for each in outcomes if not each.refusal]
-    refused = [each.row() for each in outcomes if each.refusal]
+    reasons: dict[str, list[str]] = {}
+    for each in (each for each in outcomes if each.refusal):
+        reasons.setdefault(each.reason(), []).append(f"`{each.architecture}`")
+    refused = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
     not_tried = [f"| `{name}` | {reason} |" for name, reason in NOT_TRIED.items()]
     return _PAGE.format(
         num_served=len(served),
         **counts(outcomes),
         served="\n".join(served),
         refused="\n".join(refused),
-        formats="\n".join(map(_format_row, FORMATS)),
+        formats="\n".join(map(_format_row, [each for each in FORMATS if not each.package])),
+        unread=", ".join(
+            f"{each.method} ({each.packing.removeprefix('any, ')})"
+            if each.packing != "any"
+            else each.method
+            for each in FORMATS
+            if each.package
+        ),
         not_tried="\n".join(not_tried),
     )
 
 
 def _format_row(each: Format) -> str:
-    read = "no" if each.package else "yes"
-    return f"| {each.method} | {each.packing} | {read} | {each.package} |"
+    return f"| {each.method} | {each.packing} |"
 
 
 _PAGE = """# Models
 
-`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts these results at every run. The page has every architecture of transformers' causal language models whose config has rotation, and some of its models for images and sound. Code from a checkpoint may also work, because the self-check decides at load.
+`python -m tests.models_page` writes this page from tiny random models, which the self-check compares with transformers. The page has transformers' causal language models with rotation, and some of its models for images and sound. Other code of a checkpoint may also work, because the self-check decides at load.
 
 ## Served
 
-{num_served} architectures are served. A checkpoint with a tower for images or sound is served for text only. Its towers are not read, which a warning says. Every such model of transformers whose text has a decoder of its own is tried at load, and the self-check decides. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
+{num_served} architectures are served. On a CPU, the answers of each are the same to the bit alone, in a batch, in chunks and token by token ([batch invariance](../design/batch-invariance.md)). A checkpoint with a tower for images or sound is served for text only. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as keys and values of heads, which takes more memory than the latent form. SmolLM2 135M Instruct and Gemma 3 270M are also compared with their trained weights.
 
-The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the answers are the same to the bit ([batch invariance](../design/batch-invariance.md)).
-
-The fifth and sixth columns say what runs the forward of a model, as `install_forward.py` decides at load.
+The last columns name what runs the forward. No GPU has run the lists of launches; tests interpret them.
 
 | executor | device | architectures | meaning |
 |---|---|--:|---|
-| compiled step | CPU | {compiled} | a step of few rows is one compiled call, and one of many rows a list of products and passes ([loading](../design/loading.md#one-call-a-step)) |
-| numpy list | CPU | {numpy} | every step is that list, because the compiled call lacks a product |
-| modules | CPU | {cpu_modules} | transformers' own forward; the column has the first operation without a kernel |
-| flat list | GPU | {flat} | a list of launches ([loading](../design/loading.md#a-list-of-launches)); {flat_without_modules} of them call no module of transformers |
-| modules | GPU | {gpu_modules} | transformers' own forward, with norms of one kernel; the column has the first operation without a launch |
+| compiled step | CPU | {compiled} | a step of few rows is [one compiled call](../design/loading.md#one-call-a-step) |
+| numpy list | CPU | {numpy} | a list of products and passes |
+| modules | CPU | {cpu_modules} | transformers' own forward with our linears and attention; slower |
+| flat list | GPU | {flat} | [a list of launches](../design/loading.md#a-list-of-launches); {flat_without_modules} call no module of transformers |
+| modules | GPU | {gpu_modules} | transformers' own forward; slower |
 
-The experts of a block that keeps its own code, for example, are not computed by torch ([loading](../design/loading.md#mixtures-of-experts)). For the sixth column the launches are interpreted on a CPU. No GPU has run them.
-
-The last column says which weights stand behind a row, besides small random ones:
-
-- *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/checkpoints/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
-- a name: a checkpoint as people download it, compared with transformers in `tests/real`.
-
-| architecture | class | rotation | same answer in any batch | CPU | GPU | weights |
-|---|---|---|---|---|---|---|
+| architecture (`model_type`) | class | CPU | GPU |
+|---|---|---|---|
 {served}
 
 ## Refused by name
 
-| architecture | class | why |
-|---|---|---|
+| reason | architectures |
+|---|---|
 {refused}
 
-Layers that keep a state of each sequence are served for the classes above, on a CPU and on a GPU ([models with states](../design/models-with-states.md)). For other classes the refusal names the class of the layer.
-
-Three kinds of attention are refused by fields of the config, because the self-check's prompts are too short to see them:
+[Models with states](../design/models-with-states.md) says which layers that mix tokens by a state are served. Fields of the config refuse three kinds of attention, because the self-check's prompts are too short for them:
 
 - an index that chooses keys (`index_topk`, `index_topk_blocks`, `indexer_budget`),
 - attention in chunks (`attention_chunk_size`),
@@ -249,13 +227,13 @@ Three kinds of attention are refused by fields of the config, because the self-c
 
 ## Quantised checkpoints
 
-A GPU keeps weights of these formats as they are stored ([weights on a GPU](../guide/gpu.md#weights)), if a linear or the experts of a layer hold them under the file's names. A CPU dequantises them at load into the served number type. It keeps the experts of gpt-oss in `mxfp4` ([quantised weights](../design/quantised-weights.md#experts)). The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint configures it. The banner, `config check` and `inspect` name formats and memory. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+These formats are read without their packages. A [GPU](../guide/gpu.md#weights) keeps weights as they are stored. A CPU dequantises them at load, in float32, rounded once to the served number type. It keeps the experts of gpt-oss in `mxfp4`. Activations and the cache are not quantised, even if the checkpoint configures it.
 
-| `quant_method` | packing | read | package that would be needed |
-|---|---|---|---|
+| `quant_method` | packing |
+|---|---|
 {formats}
 
-GGUF files have a page of their own ([GGUF](gguf.md)).
+Refused by name: {unread}. So is a field or a tensor that is not read. [GGUF](gguf.md) has a page of its own.
 """  # noqa: E501  # a paragraph is a line of the page
 
 

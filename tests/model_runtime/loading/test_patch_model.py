@@ -37,7 +37,7 @@ MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon"}
 UNSTATED = {"jetmoe", "mimo_v2_flash"}
 ALL = (*SERVED, *REFUSED)
 PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
-GPU_COLUMN = 6
+GPU_COLUMN = 4
 
 
 @cache
@@ -81,7 +81,7 @@ def without_gpu(text: str) -> list[str]:
     lines = []
     for line in text.splitlines():
         cells = line.split("|")
-        if line.startswith("| `") and len(cells) == GPU_COLUMN + 3:
+        if line.startswith("| `") and len(cells) == GPU_COLUMN + 2:
             cells[GPU_COLUMN] = ""
         if "| GPU |" not in line or line.startswith("| architecture"):
             lines.append("|".join(cells))
