@@ -6,7 +6,6 @@
 from ropewalk.server.settings.fields import Section, flags_of, unit_of
 from ropewalk.server.settings.flags import default_text
 from ropewalk.server.settings.load import SECTIONS
-from ropewalk.server.settings.problems import variable_of
 from ropewalk.server.settings.route_settings import ROUTE_SECTIONS
 
 
@@ -15,17 +14,14 @@ def table(section: type[Section]) -> str:
     lines = [
         f"## {section.__doc__}",
         "",
-        "| flag | variable | unit or form | default | |",
-        "|---|---|---|---|---|",
+        "| flag | unit or form | default | |",
+        "|---|---|---|---|",
     ]
     for name, field in section.model_fields.items():
         flags = [*(["MODEL"] if name == "model" else []), *flags_of(name, field)]
         shown = ", ".join(f"`{flag}`" for flag in flags)
         default = f"`{default_text(field)}`" if default_text(field) else ""
-        lines.append(
-            f"| {shown} | `{variable_of(name)}` | {unit_of(field)} | {default} | "
-            f"{field.description} |"
-        )
+        lines.append(f"| {shown} | {unit_of(field)} | {default} | {field.description} |")
     return "\n".join(lines)
 
 
