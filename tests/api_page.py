@@ -26,6 +26,7 @@ BODIES: dict[str, type[Body]] = {
         *(MessagesRequest, StructuredOutputs, PromptProgressAnswer),
     )
 }
+_ONLY = "Accepted only with these values, which have no effect."
 _LAST = ("A hint without", "Accepted")
 _MARK = re.compile(r"(<!-- fields of (\w+)(?: beside (\w+))? -->\n)(?:\|.*\n)*")
 _PATH = re.compile(r"docs/((\w+/)([\w-]+)\.md(?:#([\w-]+))?)")
@@ -61,7 +62,11 @@ def table(name: str, other: str | None = None) -> str:
     rows = [row for row in _rows(BODIES[name]) if (row.name, row.text) not in left_out]
     names: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        names.setdefault((_kind(row), row.text), []).append(f"`{row.name}`")
+        kind, text = _kind(row), row.text
+        if text == f"Accepted only as {kind}, which has no effect.":
+            names.setdefault(("", _ONLY), []).append(f"`{row.name}`: {kind}")
+        else:
+            names.setdefault((kind, text), []).append(f"`{row.name}`")
     lines = ["| field | type, limits | description |", "|---|---|---|"]
     lines += [
         f"| {', '.join(alike)} | {kind} | {_PATH.sub(_link, text)} |"

@@ -45,7 +45,7 @@ class CompletionRequest(GenerationRequest):
     adds special tokens to a string (`add_special_tokens`), not to token ids."""
     add_special_tokens: bool | None = None
     """Adds the special tokens in front of a string (vLLM's field). A string that begins with them
-    itself, such as `<s>`, has them once. llama.cpp and vLLM add them again. Default: true."""
+    itself, such as `<s>`, has them once. Default: true."""
     max_tokens: int | None = Field(None, ge=0, le=INT64, examples=[100])
     """The most tokens of an answer. 0 needs `echo`. Default: 16."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[3])
@@ -55,9 +55,9 @@ class CompletionRequest(GenerationRequest):
     """The text begins with the prompt. With `logprobs`, the logprobs include those of the prompt.
     Default: false."""
     best_of: int | None = Field(None, ge=1, le=largest("max_n"), examples=[4])
-    """The server computes this many answers, at least `n` and at most `max_n` (16). It returns the
-    `n` with the highest mean log-probability of a token, best first. A request with `best_of` above
-    `n` cannot be streamed. `usage` counts all computed answers. Default: `n`."""
+    """Number of computed answers, from `n` to `max_n` (16). The `n` with the highest mean
+    log-probability of a token are returned, best first. Above `n`, it cannot be streamed. `usage`
+    counts all computed answers. Default: `n`."""
     suffix: str | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

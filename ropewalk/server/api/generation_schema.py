@@ -121,13 +121,11 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
     """The answer has `timings`, and so has each event of a stream (llama.cpp's field). Needs one
     prompt and one answer. Default: false."""
     priority: int | None = Field(None, ge=-INT64 - 1, le=INT64, examples=[0])
-    """A request with a lower number starts earlier, and gives its pages up later (vLLM's field).
-    Numbers other than 0 need the setting `scheduling_policy` `priority`. No bit of an answer
-    depends on it. Default: 0."""
+    """A request with a lower number starts earlier, and is preempted later (vLLM's field). Numbers
+    other than 0 need the setting `scheduling_policy` `priority`. Default: 0."""
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$", examples=["order-42"])
-    """The `id` of the answer ends with it, in the place of random digits (vLLM's field). It has 1
-    to 128 printable ASCII characters without spaces. It is the `X-Request-Id`, too, unless the
-    request has such a header."""
+    """The end of the answer's `id`, and the `X-Request-Id` of a request without that header (vLLM's
+    field). 1 to 128 printable ASCII characters without spaces."""
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=256)]],
@@ -136,28 +134,24 @@ class GenerationRequest(HintFields, AnswerFields, RequestFields):
         ]
         | None
     ) = Field(None, examples=[["never"]])
-    """Words that the answer must not contain (vLLM's field). The server bars the last token of a
-    word where the answer ends with its other tokens, with and without a space before the word. A
-    word of whitespace is barred as it is. If a grammar allows no other token, the token comes all
-    the same."""
+    """Words that the answer must not contain, with and without a space before them (vLLM's field).
+    If a grammar allows no other token, the token comes all the same."""
     include_stop_str_in_output: bool | None = None
     """The text contains the stop string that ended it (vLLM's field). It also contains an end
     token, if special tokens are shown. Default: false."""
     skip_special_tokens: bool | None = None
     """With false, the text contains its special tokens (vLLM's field). Default: true."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64, examples=[512])
-    """The prompt is its last tokens, as many as this number, and not 0 (vLLM's field). With -1, it
-    is as many as leave room for `max_tokens`, or for an eighth of the native length. A text with
-    more characters than fit the longest context gets 400 all the same."""
+    """Keeps this many of the prompt's last tokens, and not 0 (vLLM's field). -1 keeps as many as
+    leave room for `max_tokens`, or for an eighth of the native length. A text with more characters
+    than fit the longest context gets 400 all the same."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, examples=[1])
     """Number of alternatives for each token of the prompt, at most 20 (vLLM's field). The answer
     has `prompt_logprobs`, a list of null and then objects by token id, with `logprob`,
-    `decoded_token` and `rank`. The rank is null if the token is not among the alternatives that the
-    server looks at. Cannot be streamed."""
+    `decoded_token` and `rank`, which may be null. Cannot be streamed."""
     return_token_ids: bool | None = None
-    """The choice has `token_ids` and `prompt_token_ids` (vLLM's field). In a stream, each event has
-    the ids of its tokens, and the first event of a choice has those of the prompt. Default:
-    false."""
+    """The choice has `token_ids` and `prompt_token_ids` (vLLM's field). In a stream, the first
+    event of a choice has those of the prompt. Default: false."""
     store: bool | None = None
     verbosity: str | None = None
     service_tier: str | None = None

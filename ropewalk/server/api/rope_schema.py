@@ -53,12 +53,11 @@ class RopeField(Body):
     is accepted within the native length, where short answers report it."""
     factor: float | None = Field(None, ge=1, le=1e6, examples=[2.0])
     """The tier covers at least this many times the native length. The server raises the factor to
-    the next tier, unless `exact` is true. Above `max_rope_factor`, the server accepts only the
-    factor of the tier that the request has without it."""
+    the next tier, unless `exact` is true. At most `max_rope_factor`, or the factor of the tier that
+    the request has without it."""
     exact: bool | None = Field(None, examples=[False])
-    """With true, the request is served by the table of exactly its `factor`, at every length up to
-    that factor times the native length. The factor is that of a tier, or one of the setting
-    `exact_rope_factors`. Other factors get 400, with the list."""
+    """With true, the table has exactly this `factor`, at every length that it covers. The factor is
+    that of a tier, or one of the setting `exact_rope_factors`. Others get 400, with the list."""
     positions: PositionsField | None = None
     """A position method (docs/reference/position-methods.md) that the operator allows, as
     `{"method": ...}`. Its parameters are the server's."""
@@ -107,36 +106,32 @@ class RopeAnswer(Body):
     rope_type: str = Field(examples=["yarn"])
     """The method. `default` is the native table."""
     factor: float = Field(examples=[2.0])
-    """The factor of the tier of the last token (docs/reference/rope.md#the-length-of-a-request),
-    which is its ceiling over `original_max_position_embeddings`. A position method has none, so it
-    is that of the table, 1. In a stream, each event has the tier so far."""
+    """The factor of the tier of the last token (docs/reference/rope.md#the-length-of-a-request), or
+    1 under a position method. In a stream, each event has the tier so far."""
     requested_factor: float | None = Field(examples=[2.0])
     """The `factor` of the request, or null."""
     original_max_position_embeddings: int = Field(examples=[256])
-    """L, the native length. If the checkpoint carries scaling, this is the length that its own
-    block starts from."""
+    """L, the native length."""
     policy: str = Field(examples=["grow"])
     """The policy (docs/reference/rope.md#policies)."""
     rescaled: int = Field(examples=[0])
     """Number of table changes while the request ran. It is 0 under `fixed`."""
     ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
-    """Present if the request had no `max_tokens` and the answer used all its room, so
-    `finish_reason` is `length`. `tier` means that the longest tier is full, and `max_model_len`
-    that the context ends inside a tier. In a stream, the last event of the choice has it."""
+    """Present if the request had no `max_tokens` and the answer used all its room: `tier` if the
+    longest tier is full, `max_model_len` if the context ends inside a tier. In a stream, the last
+    event of the choice has it."""
     beyond_trained_length: Literal[True] | None = Field(None, exclude_if=is_none)
     """True if the prompt and the answer so far have more positions than the table is made for,
-    otherwise absent. This can happen with `default` only, because every other table reaches its
-    tier's ceiling. In a stream, every event has it if the prompt is so long, and otherwise the last
-    event of the choice. The access log and the metric
-    `ropewalk_requests_beyond_trained_length_total` have it, too."""
+    otherwise absent. This can happen with `default` only. In a stream, every event has it if the
+    prompt is so long, and otherwise the last event of the choice."""
     exact: Literal[True] | None = Field(None, exclude_if=is_none)
     """True if the request has it, otherwise absent."""
     positions: PositionsField | None = Field(None, exclude_if=is_none)
     """The position method (docs/reference/position-methods.md) and its parameters. Absent if every
     key is read at its own position."""
     same_bits_in_any_batch: bool
-    """The server's promise, as in /v1/models: tokens and logprobs are the same to the bit in any
-    batch. False: within rounding, as on a GPU without `exact_batches`."""
+    """Whether tokens and logprobs are the same to the bit in any batch. False: within rounding, as
+    on a GPU without `exact_batches`."""
 
     @classmethod
     def of(

@@ -126,9 +126,9 @@ class StructuredOutputs(Body):
     whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] | None = Field(
         None, examples=["[ ]?"]
     )
-    """A regular expression of at most 64 characters for the whitespace in one place of JSON. It may
-    also be left out there. The parts are spaces, `\\t`, `\\n`, `\\r`, classes, groups, `?` and
-    bounds such as `{0,4}`. A pattern without bounds gets 400. Default: `[ ]?`."""
+    """A bounded regular expression of at most 64 characters for the whitespace in one place of
+    JSON. The parts are spaces, `\\t`, `\\n`, `\\r`, classes, groups, `?` and bounds such as
+    `{0,4}`. Default: `[ ]?`."""
     disable_any_whitespace: bool | None = None
     """With true, JSON has no whitespace. With false, one place contains up to 32 characters of any
     whitespace of JSON."""
@@ -164,13 +164,12 @@ class AnswerFields(Body):
     structured_outputs: StructuredOutputs | None = None
     """The form of the answer, and the whitespace of JSON (vLLM's field)."""
     guided_json: SchemaOrText | None = Field(None, examples=[SCHEMA_EXAMPLE])
-    """The answer is JSON that satisfies this schema, which is an object or its text (vLLM's older
-    name)."""
+    """The same as `json` of `structured_outputs` (vLLM's older name)."""
     guided_regex: Regex | None = Field(None, examples=["[0-9]{5}"])
-    """The answer is a text that this regular expression matches as a whole (vLLM's older name). `^`
-    at its start and `$` at its end say nothing more. Look-around and back-references get 400."""
+    """The same as `regex` of `structured_outputs` (vLLM's older name). Look-around and
+    back-references get 400."""
     guided_choice: Choices | None = Field(None, examples=[["yes", "no"]])
-    """The answer is one of these texts (vLLM's older name)."""
+    """The same as `choice` of `structured_outputs` (vLLM's older name)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a second form, and whitespace without JSON."""

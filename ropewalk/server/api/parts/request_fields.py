@@ -41,9 +41,7 @@ class RequestFields(ModelField):
     max_time: float | None = Field(None, gt=0, le=largest("max_request_seconds"), examples=[30])
     """Seconds from the arrival of the whole body to the end. An answer that has begun then ends
     with what it has, and `finish_reason` is `length`. A request without a token gets 408 with the
-    code `request_timeout`. The name and the partial answer are those of transformers'
-    `GenerationConfig`. The setting `max_request_seconds` is the most that a request may name, and
-    the default."""
+    code `request_timeout`. At most, and by default, the setting `max_request_seconds`."""
     rope: RopeField | None = None
     """The scaling of this request. Default: the deployment's."""
 
