@@ -70,9 +70,8 @@ class ModelSettings(Section):
     )
     activations: Literal["exact", "int8", "fp8"] = setting(
         "exact",
-        "Activations of products with quantised weights: exact keeps them as they are, int8 rounds "
-        "them to eight bits on a CPU and multiplies in integers, fp8 rounds them on a GPU for "
-        "weights in FP8.",
+        "Activations of products with quantised weights: exact, int8 (rounded to eight bits, on a "
+        "CPU) or fp8 (on a GPU, for weights in FP8).",
         unit="name",
     )
     device: Device = setting(
@@ -150,17 +149,16 @@ class CacheSettings(Section):
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fixed8", "int8", "k8v4", "int4"] = setting(
         "auto",
-        "Number type of the KV cache. auto is --dtype. fixed8 is integers of eight bits with fixed "
-        "scales, also on a GPU. On a CPU, bfloat16 rounds keys and values of a model in float32, "
-        "and int8, k8v4 (keys in eight bits, values in four) and int4 quantise full pages. All "
-        "change answers a little.",
+        "Number type of the KV cache. auto is --dtype. fixed8 has eight bits, also on a GPU. On a "
+        "CPU there are bfloat16 for a model in float32, int8, k8v4 (keys in eight bits, values in "
+        "four) and int4. All change answers a little.",
         unit="name",
     )
     kv_disk: Path | None = setting(
         None,
-        "Folder for cached prefixes, which outlive a restart. Several servers may share it. Its "
-        "files contain prompt data: anyone who reads them can reconstruct prompts, so its mode "
-        "must be 0700. On a GPU it needs kv_offload_gib. Default: prefixes are in memory only.",
+        "Folder for cached prefixes, which outlive a restart. Several servers may share it. "
+        "Anyone who reads it can reconstruct prompts, so its mode must be 0700. On a GPU it needs "
+        "kv_offload_gib. Default: prefixes are in memory only.",
         unit="path",
     )
     kv_disk_gib: float | None = setting(
@@ -171,9 +169,9 @@ class CacheSettings(Section):
     )
     kv_store: StoreAddress | None = setting(
         None,
-        "Network store of cached prefixes, which servers share, in place of a folder: Valkey, or a "
-        "server of its protocol. valkeys:// is TLS. The store contains prompt data: anyone who "
-        "reads it can reconstruct prompts. Needs the package valkey.",
+        "Network store of cached prefixes in place of a folder: Valkey, or a server of its "
+        "protocol. valkeys:// is TLS. Anyone who reads it can reconstruct prompts. Needs the "
+        "package valkey.",
         unit="valkey://HOST:PORT",
         repr=False,  # it may have a password
     )
@@ -225,9 +223,9 @@ class CacheSettings(Section):
     )
     exact_batches: bool = setting(
         default=False,
-        text="On a GPU, give an answer the same tokens and logprobs alone and in any batch, to the "
-        "bit. Steps take longer. On a CPU that is so without the setting, which changes nothing. "
-        "VLLM_BATCH_INVARIANT=1 sets it, too.",
+        text="On a GPU, give an answer the same tokens and logprobs in any batch, to the bit. "
+        "Steps take longer. No effect on a CPU, where that is so. VLLM_BATCH_INVARIANT=1 sets it, "
+        "too.",
         unit="switch",
         flags=("--enable-deterministic-inference",),
     )
@@ -235,8 +233,7 @@ class CacheSettings(Section):
         None,
         "Most draft tokens of a sequence in a decode step (speculative decoding). 0: no "
         "speculation. Default: 15 with batch invariance, as on a CPU or with exact_batches, else "
-        "0. Elsewhere a number turns drafts on. The model still chooses each token, but its bits "
-        "may depend on the draft.",
+        "0. Without it, the bits of an answer may depend on drafts.",
         unit="tokens",
         ge=0,
         le=15,
@@ -250,10 +247,10 @@ class CacheSettings(Section):
     )
     step_target_seconds: float | None = setting(
         None,
-        "Target duration of a step that includes prefill. It bounds how long running requests"
-        " pause and new requests wait. Steps may exceed it by up to 1.4x. While nothing is "
-        "decoding, the target is four times as long. Default: 0.1, on a GPU 0.25, or the time of "
-        "four steps without prefill if that is longer. 0: no target.",
+        "Target duration of a step that includes prefill. It bounds how long running requests "
+        "pause. Steps may exceed it by up to 1.4x. While nothing is decoding, the target is four "
+        "times as long. Default: 0.1, on a GPU 0.25, or the time of four steps without prefill if "
+        "that is longer. 0: no target.",
         unit="seconds",
         ge=0,
     )
