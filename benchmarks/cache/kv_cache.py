@@ -1,6 +1,7 @@
 """`python -m benchmarks.cache.kv_cache MODEL`: a cache in other numbers beside the exact one.
 
 Quality: the logits of a held-out text's last tokens, with every page before them in the format.
+Beyond the trained length L, the table is YaRN's of the smallest power of two that covers the text.
 Rate: a decode step at a long context. Its pages are copies of one that was computed, in shuffled
 places, because a step takes as long for any numbers. All formats are in one process with one
 thread, and take turns. A time is the processor time of the thread.
@@ -10,6 +11,7 @@ Shapes: R = scored rows, V = vocabulary.
 
 import ctypes
 import gc
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from ropewalk.rope import Profile
+from ropewalk.rope import Profile, Yarn
 from ropewalk.server.corpus.held_out import library_documents
 
 _PAGE = 64
@@ -75,14 +77,22 @@ class Held:
 
 
 def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
-    """Build a cache for one sequence in a format over a loaded model."""
+    """Build a cache for one sequence in a format over a loaded model.
+
+    Beyond the trained length, the table is that of a tier of YaRN for the whole sequence.
+    """
+    room = -(-num_tokens // _PAGE) * _PAGE
     config = EngineConfig(
-        kv_cache_tokens=num_tokens, max_model_len=num_tokens, page_size=_PAGE,
-        kv_cache_dtype=kind, max_num_seqs=1,
+        kv_cache_tokens=room, max_model_len=room, page_size=_PAGE, kv_cache_dtype=kind,
+        max_num_seqs=1,
     )  # fmt: skip
     runner = build_runner(checkpoint, config)
     native = checkpoint.native
-    table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
+    scaling = native.tables[native.scaled_layer_type].scaling
+    if num_tokens > native.native_len:
+        factor = 2.0 ** math.ceil(math.log2(num_tokens / native.native_len))
+        scaling = Yarn(factor=factor, original_max_position_embeddings=native.native_len)
+    table_id = runner.table_id(Profile(scaling))
     order = np.random.default_rng(0).permutation(config.num_pages)
     return Held(runner, table_id, order.tolist())
 
@@ -90,7 +100,7 @@ def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
 def quality(
     checkpoint: Checkpoint, kinds: list[str], num_tokens: int, num_rows: int, ids: Path | None
 ) -> None:
-    """Print KL, perplexity and top-1 of each format against the exact cache.
+    """Print KL, its largest of a token, perplexity and top-1 of each format by the exact cache.
 
     `ids`: a file for the token ids, which `peers/kv_cache.py` reads.
     """
@@ -101,19 +111,24 @@ def quality(
     known, next_R = token_ids[:num_tokens], torch.tensor(token_ids[: num_tokens + 1][-num_rows:])
     if ids is not None:
         ids.write_text("\n".join(map(str, token_ids[: num_tokens + 1])))
-    exact_RV = held(checkpoint, EXACT, num_tokens + _PAGE).scored(known, num_rows)
+    exact_RV = held(checkpoint, EXACT, num_tokens).scored(known, num_rows)
     exact_loss = -float(exact_RV.gather(1, next_R[:, None]).mean())
     click.echo(f"\nThe last {num_rows} of {num_tokens} tokens.\n")
-    click.echo("| format | bytes a token | KL | perplexity | same top token |")
-    click.echo("|---|---:|---:|---:|---:|")
+    click.echo("| format | bytes a token | KL | largest | perplexity | change | same top token |")
+    click.echo("|---|---:|---:|---:|---:|---:|---:|")
     for kind in (EXACT, *kinds):
-        logprobs_RV = held(checkpoint, kind, num_tokens + _PAGE).scored(known, num_rows)
+        logprobs_RV = exact_RV
+        if kind != EXACT:
+            logprobs_RV = held(checkpoint, kind, num_tokens).scored(known, num_rows)
         loss = -float(logprobs_RV.gather(1, next_R[:, None]).mean())
-        kl = float((exact_RV.exp() * (exact_RV - logprobs_RV)).sum(-1).mean())
+        kl_R = (exact_RV.exp() * (exact_RV - logprobs_RV)).sum(-1)
         same = float((exact_RV.argmax(-1) == logprobs_RV.argmax(-1)).double().mean())
         size = checkpoint.cache_layout(_PAGE, kind).token_bytes
         change = np.exp(loss - exact_loss) - 1
-        click.echo(f"| {kind} | {size} | {kl:.5f} | {change:+.2%} | {same:.1%} |")
+        click.echo(
+            f"| {kind} | {size} | {kl_R.mean():.5f} | {kl_R.max():.4f} | {np.exp(loss):.3f} "
+            f"| {change:+.2%} | {same:.1%} |"
+        )
 
 
 def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds: int) -> None:
@@ -161,13 +176,19 @@ def _resident_bytes() -> int:
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _lengths(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if int(each)]
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--formats", default=",".join((ROUNDED, FIXED8, *FORMATS)), show_default=True)
-@click.option("--tokens", default=2048, show_default=True, help="Of the text; 0: no quality.")
+@click.option("--tokens", default="2048", show_default=True, help="Of texts; 0: no quality.")
 @click.option("--rows", default=256, show_default=True, help="Scored tokens at its end.")
 @click.option(
-    "--ids", type=click.Path(path_type=Path), help="A file for the tokens, for peers/kv_cache.py."
+    "--ids",
+    type=click.Path(path_type=Path),
+    help="A file for the tokens, for peers/kv_cache.py, of the last text.",
 )
 @click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
 @click.option("--rounds", default=10, show_default=True)
@@ -178,7 +199,7 @@ def _resident_bytes() -> int:
 def main(  # noqa: PLR0917
     model: Path,
     formats: str,
-    tokens: int,
+    tokens: str,
     rows: int,
     ids: Path | None,
     contexts: str,
@@ -189,10 +210,9 @@ def main(  # noqa: PLR0917
     torch.set_num_threads(1)
     checkpoint = load_checkpoint(model, device="cpu")
     kinds = formats.split(",")
-    if tokens:
-        quality(checkpoint, kinds, tokens, rows, ids)
-    lengths = [int(each) for each in contexts.split(",") if int(each)]
-    if lengths:
+    for num_tokens in _lengths(tokens):
+        quality(checkpoint, kinds, num_tokens, rows, ids)
+    if lengths := _lengths(contexts):
         rates(checkpoint, kinds, lengths, rounds)
     if resident:
         residents(checkpoint, kinds, resident)

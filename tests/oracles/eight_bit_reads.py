@@ -46,10 +46,7 @@ def in_codes(case: Case, device: torch.device = CPU) -> tuple[Coded, LayerRead]:
 
 
 def random_scales(case: Case, num_pairs: int) -> Scales:
-    """Powers of two from 1/16 to 1/4, so that no random number saturates."""
-    key_KD, value_KV = (
-        torch.ldexp(torch.ones(case.heads[1], dim), torch.randint(-4, -1, (case.heads[1], dim)))
-        for dim in case.dims
-    )
+    """Numbers from 1/16 to 1/4, so that no random number saturates."""
+    key_KD, value_KV = (torch.rand(case.heads[1], dim) * 3 / 16 + 1 / 16 for dim in case.dims)
     key_KD[:, num_pairs : 2 * num_pairs] = key_KD[:, :num_pairs]
     return Scales(key_KD, value_KV)

@@ -4,8 +4,7 @@ Keys are cached before rotation, so both dimensions of a rotated pair can share 
 commutes with the rotation: a read multiplies the query by it, and no key. The scale of a value's
 dimension multiplies the output. So a page is a page of another number type.
 
-A scale is a power of two, so multiplying by it rounds nothing. It comes from the prompts of the
-self-check. A number beyond the range becomes the largest code.
+Scales come from the prompts of the self-check. A number beyond the range becomes the largest code.
 
 Shapes: T = flat tokens, K = key heads, D = key dimensions, V = value dimensions, N = pages,
 O = offsets in a page, H = query heads.
@@ -20,9 +19,11 @@ import torch
 from torch import Tensor
 
 _LARGEST = 127
-# The self-check's largest code is from 32 up to 64. A later number may be twice as large or more.
-_PEAK_BITS = 6
-_MOST_BITS = 30  # of a scale's exponent, so that a query times a scale stays finite
+# Standard deviations from the mean that codes reach. A short text shows its mean and deviation, but
+# not the largest number of a long one. A multiple of the largest would waste codes on keys, whose
+# means may be many deviations.
+_REACH = 6.0
+_LEAST, _MOST = 2.0**-30, 2.0**30  # of a scale, so that a query times a scale stays finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,21 @@ def _codes(numbers: Tensor, scale: Tensor) -> Tensor:
     return codes.clamp(-_LARGEST, _LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
-def scales_of(keys_NKDO: Tensor, values_NKOV: Tensor, num_pairs: int) -> Scales:
-    """Return the scales for what these pages hold. The first pairs of dimensions are rotated."""
-    key_KD = keys_NKDO.float().abs().amax((0, 3)).cpu()
+def scales_of(key_TKD: Tensor, value_TKV: Tensor, num_pairs: int) -> Scales:
+    """Return the scales for a text's keys and values. The first pairs of dimensions are rotated."""
+    key_KD = _scale(key_TKD)
     first_KP, second_KP = key_KD[:, :num_pairs], key_KD[:, num_pairs : 2 * num_pairs]
     pair_KP = torch.maximum(first_KP, second_KP)
-    key_KD = torch.cat((pair_KP, pair_KP, key_KD[:, 2 * num_pairs :]), 1)
-    return Scales(_power(key_KD), _power(values_NKOV.float().abs().amax((0, 2)).cpu()))
+    return Scales(torch.cat((pair_KP, pair_KP, key_KD[:, 2 * num_pairs :]), 1), _scale(value_TKV))
 
 
-def _power(peak: Tensor) -> Tensor:
-    """Return the power of two that brings a peak to [32, 64); 2^-6 for a peak of zero."""
-    exponent = torch.frexp(peak.nan_to_num(0.0)).exponent - _PEAK_BITS
-    return torch.ldexp(torch.ones_like(peak), exponent.clamp(-_MOST_BITS, _MOST_BITS))
+def _scale(numbers_TKX: Tensor) -> Tensor:
+    """Return the scale that reaches the largest number, and `_REACH` deviations from the mean."""
+    numbers_TKX = numbers_TKX.float().cpu()
+    deviation_KX, mean_KX = torch.std_mean(numbers_TKX, 0)
+    reach_KX = mean_KX.abs() + _REACH * deviation_KX
+    scale_KX = torch.maximum(reach_KX, numbers_TKX.abs().amax(0)) / _LARGEST
+    return scale_KX.clamp(_LEAST, _MOST)
 
 
 def digest_of(scales: Mapping[int, Scales]) -> str:

@@ -34,6 +34,7 @@ from ropewalk.model_runtime.probing.random_numbers import random_numbers
 from ropewalk.model_runtime.probing.untouched import (
     LONG_LEN,
     SCALED,
+    SHORT_LEN,
     OriginalLogits,
     difference,
     windows_shrunk,
@@ -153,7 +154,15 @@ class PagedPrompts:
             index: plan.rotary_dim // 2 if plan.layer_type is not None else 0
             for index, plan in self.plans.items()
         }
-        return {index: scales_of(*self._store.pages(index), num) for index, num in pairs.items()}
+        found = {}
+        for index, num_pairs in pairs.items():
+            keys_NKDO, values_NKOV = self._store.pages(index)
+            key_TKD = keys_NKDO.permute(0, 3, 1, 2).flatten(0, 1)
+            value_TKV = values_NKOV.transpose(1, 2).flatten(0, 1)
+            # The long prompt fills its pages, and the short one follows it.
+            num_tokens = LONG_LEN + SHORT_LEN
+            found[index] = scales_of(key_TKD[:num_tokens], value_TKV[:num_tokens], num_pairs)
+        return found
 
     @cached_property
     def _plain_runner(self) -> ModelRunner:

@@ -52,9 +52,10 @@ def test_reads_equal_float64_over_what_codes_stand_for(backend: Any, name: str) 
 def test_ranges_equal_float64_over_what_codes_stand_for(name: str) -> None:
     """Position methods have a kernel of their own."""
     laid = PlacedReads(METHODS[name][0])
-    scales = scales_of(laid.keys, laid.values, laid.tables.num_pairs)
     keys, values = laid.keys.transpose(2, 3).transpose(1, 2), laid.values.transpose(1, 2)
-    codes = scales.codes(keys.flatten(0, 1), values.flatten(0, 1))
+    numbers = keys.flatten(0, 1), values.flatten(0, 1)
+    scales = scales_of(*numbers, laid.tables.num_pairs)
+    codes = scales.codes(*numbers)
     key_codes = codes[0].view(keys.shape).permute(0, 2, 3, 1).contiguous()
     value_codes = codes[1].view(values.shape).transpose(1, 2).contiguous()
     read = replace(
@@ -94,18 +95,21 @@ def test_a_write_rounds_to_the_nearest_code(backend: Any) -> None:
     assert float(got.abs().max()) == 127
 
 
-def test_scales_are_powers_of_two_that_pairs_share() -> None:
-    """The largest code of the text is from 32 up to 64."""
-    keys, values = torch.randn(3, 2, 12, 8) * 100, torch.randn(3, 2, 8, 6) * 1e-3
-    values[:, 1, :, 2] = 0.0
+def test_scales_reach_six_deviations_and_the_largest_number() -> None:
+    """Pairs share the larger one. A dimension of zeros has a scale, too."""
+    keys, values = torch.randn(400, 2, 12) + 50 * torch.randn(2, 12), torch.randn(400, 2, 6) * 1e-3
+    values[:, 1, 2], values[7, 0, 3] = 0.0, 2.0
     scales = scales_of(keys, values, 4)
     assert torch.equal(scales.key_KD[:, :4], scales.key_KD[:, 4:8])
-    peak_KD = (keys.abs().amax((0, 3)) / scales.key_KD).float()
-    pair_KP = torch.maximum(peak_KD[:, :4], peak_KD[:, 4:8])
-    every = torch.cat((pair_KP, peak_KD[:, 8:]), 1)
-    assert bool(((every >= 32) & (every < 64)).all())
-    assert bool((torch.frexp(scales.value_KV).mantissa == 0.5).all())
-    assert bool(scales.codes(keys[:, :, :, 0], values[:, :, 0])[1][:, 1, 2].eq(0).all())
+    reach_KD = (keys.double().mean(0).abs() + 6 * keys.double().std(0)) / 127
+    pair_KP = torch.maximum(reach_KD[:, :4], reach_KD[:, 4:8])
+    expected_KD = torch.cat((pair_KP, pair_KP, reach_KD[:, 8:]), 1)
+    assert torch.allclose(scales.key_KD.double(), expected_KD)
+    codes = scales.codes(keys, values)
+    assert 20 < int(codes[1][:, 0, 0].abs().max()) < 127
+    assert int(codes[1][7, 0, 3]) == 127
+    assert bool(codes[1][:, 1, 2].eq(0).all())
+    assert bool((scales.value_KV > 0).all())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
