@@ -11,7 +11,7 @@ O = offsets in a page, H = query heads.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ _LARGEST = 127
 # Standard deviations from the mean that codes reach. A short text shows its mean and deviation, but
 # not the largest number of a long one. A multiple of the largest would waste codes on keys, whose
 # means may be many deviations.
-_REACH = 6.0
+_REACH = 6.5
 _LEAST, _MOST = 2.0**-30, 2.0**30  # of a scale, so that a query times a scale stays finite
 
 
@@ -67,18 +67,26 @@ def _codes(numbers: Tensor, scale: Tensor) -> Tensor:
     return codes.clamp(-_LARGEST, _LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
-def scales_of(key_TKD: Tensor, value_TKV: Tensor, num_pairs: int) -> Scales:
-    """Return the scales for a text's keys and values. The first pairs of dimensions are rotated."""
-    key_KD = _scale(key_TKD)
+def scales_of(
+    key_TKD: Tensor, value_TKV: Tensor, num_pairs: int, firsts: Sequence[int] = ()
+) -> Scales:
+    """Return the scales for the keys and values of prompts.
+
+    The first pairs of dimensions are rotated. `firsts`: the first token of each prompt. Its numbers
+    are often far from all others. The scales reach them, but no deviation counts them.
+    """
+    key_KD, value_KV = _scale(key_TKD, firsts), _scale(value_TKV, firsts)
     first_KP, second_KP = key_KD[:, :num_pairs], key_KD[:, num_pairs : 2 * num_pairs]
     pair_KP = torch.maximum(first_KP, second_KP)
-    return Scales(torch.cat((pair_KP, pair_KP, key_KD[:, 2 * num_pairs :]), 1), _scale(value_TKV))
+    return Scales(torch.cat((pair_KP, pair_KP, key_KD[:, 2 * num_pairs :]), 1), value_KV)
 
 
-def _scale(numbers_TKX: Tensor) -> Tensor:
+def _scale(numbers_TKX: Tensor, firsts: Sequence[int]) -> Tensor:
     """Return the scale that reaches the largest number, and `_REACH` deviations from the mean."""
     numbers_TKX = numbers_TKX.float().cpu()
-    deviation_KX, mean_KX = torch.std_mean(numbers_TKX, 0)
+    is_later_T = torch.ones(len(numbers_TKX), dtype=torch.bool)
+    is_later_T[list(firsts)] = False
+    deviation_KX, mean_KX = torch.std_mean(numbers_TKX[is_later_T], 0)
     reach_KX = mean_KX.abs() + _REACH * deviation_KX
     scale_KX = torch.maximum(reach_KX, numbers_TKX.abs().amax(0)) / _LARGEST
     return scale_KX.clamp(_LEAST, _MOST)

@@ -160,8 +160,9 @@ class PagedPrompts:
             key_TKD = keys_NKDO.permute(0, 3, 1, 2).flatten(0, 1)
             value_TKV = values_NKOV.transpose(1, 2).flatten(0, 1)
             # The long prompt fills its pages, and the short one follows it.
-            num_tokens = LONG_LEN + SHORT_LEN
-            found[index] = scales_of(key_TKD[:num_tokens], value_TKV[:num_tokens], num_pairs)
+            prompts = slice(LONG_LEN + SHORT_LEN)
+            firsts = (0, LONG_LEN)
+            found[index] = scales_of(key_TKD[prompts], value_TKV[prompts], num_pairs, firsts)
         return found
 
     @cached_property

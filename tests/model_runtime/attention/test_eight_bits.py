@@ -95,13 +95,15 @@ def test_a_write_rounds_to_the_nearest_code(backend: Any) -> None:
     assert float(got.abs().max()) == 127
 
 
-def test_scales_reach_six_deviations_and_the_largest_number() -> None:
+def test_scales_reach_deviations_of_later_tokens_and_the_largest_number() -> None:
     """Pairs share the larger one. A dimension of zeros has a scale, too."""
     keys, values = torch.randn(400, 2, 12) + 50 * torch.randn(2, 12), torch.randn(400, 2, 6) * 1e-3
     values[:, 1, 2], values[7, 0, 3] = 0.0, 2.0
-    scales = scales_of(keys, values, 4)
+    keys[0] = keys.mean(0) + 5.0  # far from the others, but within the reach
+    scales = scales_of(keys, values, 4, firsts=(0,))
     assert torch.equal(scales.key_KD[:, :4], scales.key_KD[:, 4:8])
-    reach_KD = (keys.double().mean(0).abs() + 6 * keys.double().std(0)) / 127
+    later = keys[1:].double()
+    reach_KD = (later.mean(0).abs() + 6.5 * later.std(0)) / 127
     pair_KP = torch.maximum(reach_KD[:, :4], reach_KD[:, 4:8])
     expected_KD = torch.cat((pair_KP, pair_KP, reach_KD[:, 8:]), 1)
     assert torch.allclose(scales.key_KD.double(), expected_KD)
