@@ -57,7 +57,7 @@ def make_fingerprint(
         "sources": _hash_of_sources(),
     }
     arithmetic = {
-        **arithmetic_facts(checkpoint),
+        **arithmetic_facts(checkpoint, config),
         "libraries": [_version_of(name) for name in _LIBRARIES],
         "ranks": settings.tensor_parallel_size,
         **_facts_of_batches(checkpoint, config),

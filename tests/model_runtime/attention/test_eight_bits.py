@@ -14,7 +14,7 @@ from ropewalk.model_runtime.attention.cpu_backend import EightBitCpuAttention
 from ropewalk.model_runtime.attention.eight_bits import Scales, scales_of
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.kv_disk.identity import model_facts
+from ropewalk.model_runtime.engine.kv_disk.identity import arithmetic_facts
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import KVShape
 from ropewalk.model_runtime.runner.backends import new_store
@@ -158,8 +158,8 @@ def test_scales_are_part_of_the_identity_of_pages(llama_checkpoint: Checkpoint) 
     config = EngineConfig(kv_cache_tokens=256, max_model_len=128)
     for kind, is_same in (("fixed8", False), ("auto", True)):
         with_kind = replace(config, kv_cache_dtype=kind)
-        facts = model_facts(llama_checkpoint, with_kind)
+        facts = arithmetic_facts(llama_checkpoint, with_kind)
         scales = {**llama_checkpoint.scales}
         scales[3] = Scales(scales[3].key_KD * 2, scales[3].value_KV)
-        other = model_facts(replace(llama_checkpoint, scales=scales), with_kind)
+        other = arithmetic_facts(replace(llama_checkpoint, scales=scales), with_kind)
         assert (facts == other) is is_same

@@ -127,7 +127,7 @@ def _opening(
             "version": VERSION,
             **model_facts(checkpoint, config),
             **_layout(config),
-            **arithmetic_facts(checkpoint),
+            **arithmetic_facts(checkpoint, config),
         }
         content = files.content(known_in=hashes_folder(config))
         return replace(form, identity=identity_of({**facts, "weights": content}))

@@ -61,7 +61,6 @@ def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, objec
     return {
         "dtype": dtype_name(checkpoint.dtype),
         "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_scales": digest_of(checkpoint.scales) if config.kv_cache_dtype == FIXED8 else None,
         "page_size": config.page_size,
         "layers": [
             [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]
@@ -72,7 +71,7 @@ def model_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, objec
     }
 
 
-def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
+def arithmetic_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, object]:
     """Return what processor, libraries and our kernels decide."""
     has_inexact_rows = checkpoint.device.type == "cpu" and not checkpoint.report.bitwise
     return {
@@ -84,6 +83,8 @@ def arithmetic_facts(checkpoint: Checkpoint) -> dict[str, object]:
         # Where a row's bits depend on the batch, they may depend on the threads of a CPU, too.
         "threads": torch.get_num_threads() if has_inexact_rows else None,
         "arithmetic": arithmetic_hash(*_SOURCES),
+        # Another rounding of the self-check gives slightly different scales.
+        "kv_scales": digest_of(checkpoint.scales) if config.kv_cache_dtype == FIXED8 else None,
         **_gpu_facts(checkpoint.device),
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.engine.kv_disk.identity import (
     ChangedError,
@@ -185,4 +186,5 @@ def test_products_in_pairs_are_in_the_identity(
     monkeypatch.setattr(trials, "pairs_pay", lambda: pays)
     for dtype, is_expected in ((torch.bfloat16, pays), (torch.float32, False)):
         held = replace(llama_checkpoint, dtype=dtype)
-        assert arithmetic_facts(held)["pairs"] == is_expected
+        config = EngineConfig(kv_cache_tokens=256, max_model_len=128)
+        assert arithmetic_facts(held, config)["pairs"] == is_expected
