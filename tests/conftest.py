@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,15 @@ def _plain_tracebacks() -> None:
     import structlog
 
     structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter() -> None:
+    """Kernels that Triton interprets, on a machine that has it."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        from tests import interpreter
+
+        interpreter.hasten()
 
 
 @pytest.fixture(autouse=True)
