@@ -61,8 +61,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # max inputs of a product that may compute one row alone
 SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
 LARGE_SIZES = (64, 128, 256, 512)  # used if they give the same bits
-# bf16 hides most differences of sums. Another order shows in about one value of 10,000.
-_TRIAL_VALUES = 1 << 18
+# bf16 hides most differences of sums. Another order shows in about one value of 10,000, and in
+# most values of float32.
+_TRIAL_VALUES = {torch.float32: 1 << 14, torch.bfloat16: 1 << 18}
 _CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain, tried after one chain of all inputs
 _RANDOM_BYTES = 128 << 20  # the most that random numbers in the place of a weight take
 _SCRATCH_BYTES = 1 << 20  # of widened weights, which should stay in a core's level-2 cache
@@ -101,9 +102,9 @@ class Workshop:
         the place of few bits, then the product must confirm what they show.
         """
         if shape not in self._tried:
-            random = product.random_product()
-            found = random.trial()
-            if random.way is not product.way or random.out_features < product.out_features:
+            random = product.random_shape()
+            found = random_trial(*random, torch.get_num_threads())
+            if product.way is not Way.ONEDNN or random[0] < product.out_features:
                 own = product.trial([found.chain] if found.chain else [])
                 found = Tried(tuple(size for size in own.sizes if size in found.sizes), own.chain)
             self._tried[shape] = found
@@ -175,8 +176,8 @@ class PackedProduct:
             self._panels = own_panels(weight_NK, bias_N)
         self._try(workshop, has_bias=bias_N is not None)
 
-    def random_product(self) -> "PackedProduct":
-        """Return oneDNN's product of random numbers that has the sums of this one.
+    def random_shape(self) -> tuple[int, int, bool, torch.dtype]:
+        """Return a shape in which random numbers have the sums of this product, for its trial.
 
         A weight that is widened block by block is multiplied as one block of float32.
         """
@@ -184,7 +185,8 @@ class PackedProduct:
         if self.way is Way.STORED:
             num_outputs = self._block_outputs
             dtype = torch.float32
-        return random_product(num_outputs, self.in_features, self._has_bias, dtype)
+        most = _RANDOM_BYTES // (dtype.itemsize * self.in_features) // PANEL * PANEL
+        return min(num_outputs, max(PANEL, most)), self.in_features, self._has_bias, dtype
 
     def _begin(
         self, num_outputs: int, num_inputs: int, dtype: torch.dtype, workshop: Workshop
@@ -265,10 +267,10 @@ class PackedProduct:
         modules (equivalence.py) do not fit: they take an error as another kind of module.
         """
         generator = torch.Generator().manual_seed(0)
-        min_rows = -(-_TRIAL_VALUES // self.out_features)
+        min_rows = -(-_TRIAL_VALUES[self._dtype] // self.out_features)
         # A last block of a single row would have other bits than the rows of larger blocks.
         count = max(1, -(-min_rows // MOST_ROWS)) * MOST_ROWS
-        num_rows = count + LARGE_SIZES[-1]
+        num_rows = count + (0 if self._is_float32_product() else LARGE_SIZES[-1])
         rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
 
         def by(size: int, count: int) -> Tensor:
@@ -325,18 +327,22 @@ class PackedProduct:
         return self._many(x_RK)
 
 
-def random_product(
+@cache
+def random_trial(
     num_outputs: int,
     num_inputs: int,
     has_bias: bool,  # noqa: FBT001  # a part of a shape
     dtype: torch.dtype,
-) -> PackedProduct:
-    """Return oneDNN's product of random numbers for a shape, or for fewer outputs."""
-    most = max(PANEL, _RANDOM_BYTES // (dtype.itemsize * num_inputs) // PANEL * PANEL)
+    num_threads: int,
+) -> Tried:
+    """Try oneDNN's product of random numbers, once in a process for a shape.
+
+    `num_threads` is torch's number, which decides the order of sums, too.
+    """
+    del num_threads
     generator = torch.Generator().manual_seed(0)
-    sizes = num_inputs, min(num_outputs, most)
-    linear = nn.Linear(*sizes, bias=has_bias, device="meta", dtype=dtype)
+    linear = nn.Linear(num_inputs, num_outputs, bias=has_bias, device="meta", dtype=dtype)
     for name, parameter in list(linear.named_parameters()):
         numbers = torch.randn(parameter.shape, generator=generator).to(dtype)
         setattr(linear, name, nn.Parameter(numbers, requires_grad=False))
-    return PackedProduct([linear], _Untried(Way.ONEDNN))
+    return PackedProduct([linear], _Untried(Way.ONEDNN)).trial()

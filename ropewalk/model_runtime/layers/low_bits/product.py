@@ -19,7 +19,7 @@ from ropewalk.model_runtime.layers.packed_product import (
     PackedProduct,
     Way,
     Workshop,
-    random_product,
+    random_trial,
 )
 from ropewalk.model_runtime.layers.way_trial import choose_way
 
@@ -38,7 +38,6 @@ class LowBitWorkshop(Workshop):
         """
         super().__init__(Way.OWN)
         self.has_onednn = choose_way(torch.float32) is Way.ONEDNN
-        self._chains: dict[tuple[int, int, bool], int | None] = {}
         formats = {each.panels.kind for each in linears}
         if any(map(_crosses_formats, groups)):
             formats.add(FLOAT32)
@@ -52,10 +51,8 @@ class LowBitWorkshop(Workshop):
         if not self.has_onednn:
             return num_inputs
         num_outputs = block_outputs(num_outputs, num_inputs, _TRIAL_BYTES)
-        shape = num_outputs, num_inputs, has_bias
-        if shape not in self._chains:
-            self._chains[shape] = random_product(*shape, torch.float32).trial().chain
-        return self._chains[shape] or num_inputs
+        shape = num_outputs, num_inputs, has_bias, torch.float32
+        return random_trial(*shape, torch.get_num_threads()).chain or num_inputs
 
 
 def _crosses_formats(linears: Sequence[LowBitLinear]) -> bool:
