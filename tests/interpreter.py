@@ -1,7 +1,8 @@
 """A faster interpreter of Triton's kernels, with the same results.
 
-Triton's own looks up each kernel's language, the type of each result and the overflow of each sum
-in Python. That is most of the time of a kernel on tiles of a hundred numbers.
+Triton's own interpreter finds the language of each kernel, the type of each result and the overflow
+of each sum of integers in Python. That takes most of the time of a kernel on small tiles. Here the
+first two are found once, and the overflow is not looked for.
 """
 
 import operator
@@ -15,6 +16,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
+
+import ropewalk.model_runtime.gpu.launch  # noqa: F401  # it changes Triton 3.6's interpreter first
 
 _FLOATS = {"fp16", "fp32", "fp64"}
 _INTEGERS = {"int32", "int64"}
@@ -45,7 +48,7 @@ def hasten() -> None:
     kept = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     kept._changes.clear()  # what a launch would restore at its end
     interpreter._patch_lang = lambda _: kept
-    # Each sum of integers was computed in int64, too.
+    # Each sum of integers was computed in int64, too, which showed an overflow.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _get_np_dtype

@@ -141,6 +141,24 @@ TARGETS = {
             )
         ),
     ),
+    # A GPU's, which Triton interprets.
+    "kernels of a GPU": Target(
+        tuple(
+            f"model_runtime/gpu/{name}.py"
+            for name in (
+                *("attend", "decode", "gate", "prefill_parts", "rms_norm", "rotate"),
+                *("exact/attention", "exact/product", "sampling/draw_ranked", "states/delta_rule"),
+            )
+        ),
+        tuple(
+            f"{_RUNTIME}/{name}.py"
+            for name in (
+                *("gpu/test_fewer_kernels", "gpu/test_exact", "gpu/test_draw_ranked"),
+                *("gpu/test_gpu_states", "attention/test_triton_ranges"),
+                *("attention/test_triton_prefill", "attention/test_triton_backend"),
+            )
+        ),
+    ),
     "quantised pages": Target(
         ("model_runtime/attention/quantised/*.py",),
         (f"{_RUNTIME}/attention/test_quantised_pages.py", "tests/promises/test_any_serving.py"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from transformers import PreTrainedModel
 
 from ropewalk.model_runtime.formats.gguf.gguf_architectures import ALTERNATIVES, ARCHITECTURES
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
@@ -27,6 +28,12 @@ def case_and_file(
     return case, case.write(tmp_path_factory.mktemp("gguf") / f"{case.name}.gguf")
 
 
+@pytest.fixture(scope="module")
+def model(case_and_file: tuple[Case, Path]) -> PreTrainedModel:
+    """The model that was written."""
+    return case_and_file[0].model()
+
+
 def test_every_architecture_of_the_table_has_a_case() -> None:
     """A new architecture needs a model that is written and read."""
     assert {case.architecture for case in CASES} == set(ARCHITECTURES)
@@ -40,11 +47,10 @@ def test_the_page_is_written_from_the_tables() -> None:
 
 
 def test_weights_and_logits_are_those_of_the_written_model(
-    case_and_file: tuple[Case, Path],
+    case_and_file: tuple[Case, Path], model: PreTrainedModel
 ) -> None:
     """The file's model has the same weights and gives the same logits, to the bit."""
-    case, path = case_and_file
-    model = case.model()
+    path = case_and_file[1]
     loaded = load_gguf_model(path, gguf_config(path), torch.float32).eval()
     assert type(loaded) is type(model)
     assert same_weights(loaded, model)
@@ -53,15 +59,17 @@ def test_weights_and_logits_are_those_of_the_written_model(
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
-def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> None:
+def test_the_file_passes_the_self_check(
+    case_and_file: tuple[Case, Path], model: PreTrainedModel
+) -> None:
     """The whole load gives a checkpoint that can be served."""
-    case, path = case_and_file
+    path = case_and_file[1]
     phases: list[str] = []
     checkpoint = load_checkpoint(path, device="cpu", on_phase=phases.append)
     assert [phase.split()[0] for phase in phases] == ["loading", "dequantising", "checking"]
     size = r"[\d.]+ [KM]iB"
     assert re.fullmatch(f"dequantising {size} of GGUF to {size} of float32", phases[1])
-    assert checkpoint.native.native_len >= case.model().config.max_position_embeddings
+    assert checkpoint.native.native_len >= model.config.max_position_embeddings
     assert checkpoint.eos_token_ids == {1}
     # The plan that is made without weights equals the loaded model.
     plain = read_model_config(path, device="cpu")
@@ -71,10 +79,9 @@ def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> Non
         index: (each.num_key_heads, each.key_dim) for index, each in plain.layers().items()
     }
     # Files have some buffers, too, such as the biases of experts' scores.
-    written = case.model()
-    stored = written.state_dict().keys()
-    tensors = [*written.parameters()]
-    tensors += [each for name, each in written.named_buffers() if name in stored]
+    stored = model.state_dict().keys()
+    tensors = [*model.parameters()]
+    tensors += [each for name, each in model.named_buffers() if name in stored]
     assert plain.num_parameters() == sum(each.numel() for each in tensors)
 
 

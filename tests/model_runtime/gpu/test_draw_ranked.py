@@ -19,7 +19,7 @@ from ropewalk.model_runtime.runner.sampler import searches_of, split_told, unifo
 from tests.oracles.ranked_draws import batches, drawn_exactly, scaled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_EXAMPLES = 60 if DEVICE.type == "cuda" else 5  # the interpreter needs a second for each
+NUM_EXAMPLES = 60 if DEVICE.type == "cuda" else 5  # the interpreter is slow
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -43,7 +43,7 @@ Parts = list[tuple[int, int, int, int]]
 
 
 def tokens_of(kind: str, order: Any = range(8), num_key_heads: int = 1) -> Case:
-    """A case of some of its tokens; the interpreter needs a tenth of a second for a head's."""
+    """A case of some of its tokens, because the interpreter is slow."""
     whole = case(kind, num_key_heads=num_key_heads)
     names = ("x_TY", "gate_TY", "beta_TH", "step_TH")
     taken = {name: getattr(whole.inputs, name)[np.asarray(order)] for name in names}

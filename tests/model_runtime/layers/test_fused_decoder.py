@@ -158,7 +158,7 @@ def test_bits_are_those_of_the_own_forward(
     assert forward.takes_pruned(checkpoint.plans, CpuAttention)
     check_barriers(forward._program)
     found = []
-    for count in (1, 3, 3):  # torch's own number stays that of the trial of products
+    for count in (1, 3):  # torch's own number stays that of the trial of products
         monkeypatch.setattr(DecoderLayers, "_num_threads", lambda *_, count=count: count)
         found.append(answers(checkpoint))
     restore(checkpoint.model)

@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -105,31 +106,44 @@ def test_a_row_that_is_not_finite_has_no_finite_product(wrong: float) -> None:
     assert np.isnan(found[1]).all()
 
 
-def products_of(type_name: str, dtype: torch.dtype) -> tuple[LowBitProduct, LowBitLinear]:
-    """A product of rounded rows with 200 outputs and a bias, and its linear."""
-    panels = panels_of(type_name, random_rows(type_name, 200, 768))
+@cache
+def products_of(
+    type_names: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, tuple[LowBitProduct, LowBitLinear]]:
+    """Products of rounded rows with 200 outputs and a bias, by one kernel, and their linears."""
     bias = torch.randn(200, generator=torch.manual_seed(1)).to(dtype)
-    linear = LowBitLinear(panels, bias, dtype)
-    product = LowBitProduct([linear], LowBitWorkshop([linear]))
-    module = nn.Module()
-    module.product = product  # type: ignore[assignment]
-    assert round_activations(module, dtype)
-    return product, linear
+    linears = [
+        LowBitLinear(panels_of(each, random_rows(each, 200, 768)), bias, dtype)
+        for each in type_names
+    ]
+    workshop = LowBitWorkshop(linears)
+    modules = nn.ModuleList(nn.Module() for _ in linears)
+    products = [LowBitProduct([each], workshop) for each in linears]
+    for module, product in zip(modules, products, strict=True):
+        module.product = product  # type: ignore[assignment]
+    assert round_activations(modules, dtype)
+    return dict(zip(type_names, zip(products, linears, strict=True), strict=True))
 
 
-# A type's kernels take seconds to compile, and rows of both number types are rounded by one rule.
-IN_BFLOAT16 = {"Q8_0", "Q4_1", "Q3_K", "IQ4_XS"}
+# A kernel takes seconds to compile, and rows of both number types are rounded by one rule. So each
+# of these types has a kernel of its own, and the others share one, as the types of a file do.
+IN_BFLOAT16 = ("Q8_0", "Q4_1", "Q3_K", "IQ4_XS")
+OTHERS = tuple(each for each in BY_TYPE if each not in IN_BFLOAT16)
 
 
 @pytest.mark.parametrize(
-    ("type_name", "dtype"),
-    [(each, torch.bfloat16 if each in IN_BFLOAT16 else torch.float32) for each in BY_TYPE],
+    ("type_name", "together", "dtype"),
+    [
+        *((each, (each,), torch.bfloat16) for each in IN_BFLOAT16),
+        *((each, OTHERS, torch.float32) for each in OTHERS),
+    ],
+    ids=str,
 )
 def test_products_are_those_of_rounded_rows_and_alike_in_any_number(
-    type_name: str, dtype: torch.dtype
+    type_name: str, together: tuple[str, ...], dtype: torch.dtype
 ) -> None:
     """float64 has the products; only sums of float32 are rounded. 768 inputs are three chunks."""
-    product, linear = products_of(type_name, dtype)
+    product, linear = products_of(together, dtype)[type_name]
     x = torch.from_numpy(rows(300, 768)).to(dtype)
     x[2] = 1  # all codes are 127, so integer sums are as large as they can be
     values = values_of(x.float().numpy())
