@@ -24,8 +24,9 @@ _LONGEST = {
     *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
     *("test_page_tells", "test_low_bit_models", "test_low_bit_products", "test_low_bit_experts"),
     *("test_rounded_products", "test_planned_storage", "test_fused_decoder", "test_packed_linear"),
+    *("test_fused_mixtures", "test_rounded_pages", "test_key_ranges", "test_eight_bits"),
+    *("test_cpu_backend", "test_gguf_architectures"),
     *(
-        "test_fewer_kernels",
         "test_gpu_states",
         "test_exact_batches",
         "test_flat_forward",

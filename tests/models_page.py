@@ -90,7 +90,9 @@ class Outcome:
 
     def reason(self) -> str:
         """The refusal without what differs between architectures."""
-        said = re.sub(r"^\w+(?:: is \w+, so | (?=mixes))", "", self.refusal)
+        # The first case that fails depends on the processor.
+        said = re.sub(r"(fails its self-check) on .*", r"\1", self.refusal)
+        said = re.sub(r"^\w+(?:: is \w+, so | (?=mixes))", "", said)
         said = re.sub(r"(?:, which is)? not served (?:for this class )?yet$", "", said)
         return re.sub(r" \[[^]]*\]", "", re.sub(r"the index -?\d+", "an index", said))
 
@@ -102,9 +104,7 @@ def outcome(architecture: str, *, on_gpu: bool = False) -> Outcome:
     try:
         checkpoint = prepare_model(model, byte_tokenizer(), frozenset(), {})
     except ModelError as error:
-        # The first case that fails depends on the processor.
-        reason = re.sub(r"(fails its self-check) on .*", r"\1", str(error))
-        reason = reason.removeprefix(name).lstrip(": ")
+        reason = str(error).removeprefix(name).lstrip(": ")
         return Outcome(architecture, name, is_bitwise=False, refusal=reason)
     executors = _on_cpu(checkpoint), _on_gpu(architecture) if on_gpu else ""
     return Outcome(architecture, name, checkpoint.report.bitwise, "", *executors, checkpoint)

@@ -1,5 +1,6 @@
 """Models are patched by probing; the self-check refuses those that come out wrong."""
 
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -14,21 +15,21 @@ from ropewalk.model_runtime.loading.config_values import state_shapes, text_valu
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
-from ropewalk.model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
+from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
 from ropewalk.model_runtime.probing.untouched import original_logits
 from tests.checkpoints.tiny_models import tiny_config, tiny_model
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 
 
-def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
-    """Plans and report of one tiny model."""
-    model = tiny_model(architecture, **overrides)
+def patched(architecture: str) -> PagedPrompts:
+    """A tiny model, patched and not yet checked; its prompts are random tokens."""
+    model = tiny_model(architecture)
     native = read_native_rope(model)
     original = original_logits(model, native)
     plans = patch_model(model, native)
     packed_linear.pack(model)
     packed_linear.replace_activations(model)
-    return plans, check(PagedPrompts(model, plans, native, original))
+    return PagedPrompts(model, plans, native, original)
 
 
 # These have a key head for every query head, and no field for it.
@@ -113,7 +114,6 @@ def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> Non
     [
         ("gpt2", "no rotary position embeddings"),
         ("phimoe", r"fails its self-check on one prompt: a logit differs by [0-9.]+"),
-        ("falcon_h1", "fails its self-check on two sequences in one flat batch"),
         ("falcon", "did not call the attention it was given"),
         ("hunyuan_v1_dense", "or changes them after it has rotated them"),
         ("llama4_text", "attention_chunk_size: is 16, so a query sees the keys of its own chunk"),
@@ -122,32 +122,32 @@ def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> Non
 )
 def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
     """A refusal to which no figure applies names the obstacle."""
-    with pytest.raises(ModelError, match=message):
-        patched(architecture)
+    assert re.search(message, found_for(architecture).refusal)
+
+
+def test_a_state_that_is_not_served_fails_the_self_check() -> None:
+    """If nothing else refused it: its second sequence would continue the first one's."""
+    prompts = patched("falcon_h1")
+    with pytest.raises(ModelError, match="fails its self-check on two sequences in one flat batch"):
+        check(prompts)
 
 
 def test_soft_caps_and_sinks_are_honoured() -> None:
     """The thresholds are far below the effect of a soft cap or a sink."""
     for architecture in ("gemma2", "gpt_oss"):
-        _, report = patched(architecture)
+        report = check(patched(architecture))
         assert report.difference <= report.threshold < 1e-2
 
 
 def test_pairing_width_and_layer_types_are_probed() -> None:
     """Pairs are half-split or interleaved, whole or partial, by layer type, or absent."""
-    plans, _ = patched("gpt_neox")
-    assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans.values()} == {
-        (8, 16, False)
-    }
-    plans, _ = patched("cohere")
-    assert all(plan.interleaved for plan in plans.values())
-    plans, _ = patched("cohere2")
-    assert [plan.layer_type for plan in plans.values()] == ["all", "all", "all", None]
-    plans, _ = patched("gemma3_text")
-    assert [plan.layer_type for plan in plans.values()] == [
-        *["sliding_attention"] * 3,
-        "full_attention",
-    ]
+    plans = found_for("gpt_neox").plans
+    assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans} == {(8, 16, False)}
+    assert all(plan.interleaved for plan in found_for("cohere").plans)
+    types = [plan.layer_type for plan in found_for("cohere2").plans]
+    assert types == ["all", "all", "all", None]
+    types = [plan.layer_type for plan in found_for("gemma3_text").plans]
+    assert types == [*["sliding_attention"] * 3, "full_attention"]
 
 
 def test_a_window_that_is_ignored_is_seen() -> None:
