@@ -95,7 +95,6 @@ def test_a_load_finds_that_launches_compute_what_modules_compute(architecture: s
     assert type(made.model.forward) is FlatForward
 
 
-@pytest.mark.long
 def test_steps_under_several_tables_are_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, chunks, decodes and pruned last layers, with three tables in a step.
 
