@@ -25,7 +25,8 @@ _LONGEST = {
     *("test_page_tells", "test_low_bit_models", "test_low_bit_products", "test_low_bit_experts"),
     *("test_rounded_products", "test_planned_storage", "test_fused_decoder", "test_packed_linear"),
     *("test_fused_mixtures", "test_rounded_pages", "test_key_ranges", "test_eight_bits"),
-    *("test_cpu_backend", "test_gguf_architectures"),
+    *("test_cpu_backend", "test_gguf_architectures", "test_mixed_steps_ahead", "test_grammar"),
+    *("test_quantised_on_disk", "test_stored_weights", "test_transformers_parity"),
     *(
         "test_gpu_states",
         "test_exact_batches",
@@ -34,7 +35,7 @@ _LONGEST = {
         "test_triton_ranges",
         "test_triton_backend",
     ),
-    *("test_gguf_hybrids", "test_gguf_served", "test_quantised_weights", "test_patch_model"),
+    *("test_gguf_hybrids", "test_quantised_weights", "test_patch_model"),
     *("test_adversarial_weights", "test_architectures", "test_positions", "test_states"),
     *(
         "test_any_serving",
@@ -43,7 +44,7 @@ _LONGEST = {
         "test_quantised_pages",
         "test_quantised_warm_up",
     ),
-    *("test_windows", "test_rank_memory", "test_lifecycle", "test_hub_download", "test_chat"),
+    *("test_windows", "test_lifecycle", "test_hub_download", "test_chat"),
     *("test_route", "test_route_metrics", "test_router_files", "test_fingerprint", "test_metrics"),
     *("test_kv_disk", "test_light_imports", "test_evaluation", "test_expert_lines"),
 }
