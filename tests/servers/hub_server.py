@@ -2,10 +2,14 @@
 
 Routes: `/api/models/{id}`, `/api/models/{id}/revision/{revision}`, `/api/models/{id}/tree/{commit}`
 and `/{id}/resolve/{revision}/{file}` with HEAD, GET and ranges.
+
+`python -m tests.servers.hub_server serve ...` is `ropewalk serve` with the hub of `TEST_HUB`, and a
+cache in `TEST_HUB_CACHE`.
 """
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+MODULE = "tests.servers.hub_server"
 MODEL = "owner/small"
 _SMALL = 1000  # bytes
 
@@ -175,3 +180,11 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: str, *, offline: b
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+
+
+if __name__ == "__main__":
+    from ropewalk.__main__ import main
+
+    hub, cache = os.environ["TEST_HUB"], os.environ["TEST_HUB_CACHE"]
+    use_hub(pytest.MonkeyPatch(), hub, cache, offline=False)
+    main()

@@ -5,9 +5,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 
 from tests.doubles.waiting import wait_until
 from tests.server.router.other_server import OtherServer, other_server
+from tests.servers.paced import MODULE, slowed
 from tests.servers.processes import Server, running_server, without_replicas
 
 pytestmark = without_replicas
@@ -27,14 +29,17 @@ _RUNNING = "ropewalk_requests_running "
 FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
 ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
 HASTY = (*ROUTER[:-1], "0.7")  # for servers that are stopped
-# Answers that a signal has to meet are far longer than the time until it comes.
-FAR = 1000
-LONG = {"max_tokens": FAR, "min_tokens": FAR, "temperature": 1.0, "stream": True}
+NUM_TOKENS = 100  # of an answer that a signal has to meet: ten seconds of a server that is slowed
+
+
+def serving(*flags: str) -> AbstractContextManager[Server]:
+    """A server that `slowed` can slow."""
+    return running_server(*FLAGS, *flags, module=MODULE)
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Server]]:
-    with running_server(*FLAGS) as first, running_server(*FLAGS) as second:
+    with serving() as first, serving() as second:
         yield [first, second]
 
 
@@ -103,11 +108,19 @@ class Reader(threading.Thread):
         self.has_begun.set()
 
 
+def begun(url: str, asked: list[tuple[str, dict[str, Any]]]) -> list[Reader]:
+    """Readers of streams, when a part of each has come."""
+    readers = [Reader(url, path, body) for path, body in asked]
+    for each in readers:
+        assert each.has_begun.wait(60)
+    return readers
+
+
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-def body_for(path: str, number: int, num_tokens: int = 400) -> dict[str, Any]:
-    """A long stream of an API."""
+def body_for(path: str, number: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """A stream of an API."""
     text = f"import os  # {number}\n"
     body: dict[str, Any] = {"temperature": 1.0, "stream": True, "seed": 100 + number}
     if path.endswith("/completions") and "chat" not in path:
@@ -205,13 +218,12 @@ def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
 
 def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[Server]) -> None:
     """One server is stopped in mid-answer (SIGSTOP); both APIs of each kind lose nothing."""
-    asked = [(path, body_for(path, 5, FAR)) for path in PATHS]
+    asked = [(path, body_for(path, 5)) for path in PATHS]
     expected = alone(servers[0], asked)
     before = metric(hasty_router, 'continued_total{outcome="ok"}')
-    readers = [Reader(hasty_router, path, body) for path, body in asked]
-    for each in readers:
-        assert each.has_begun.wait(60)
-    os.kill(servers[1].pid, signal.SIGSTOP)
+    with slowed(*(each.pid for each in servers)):
+        readers = begun(hasty_router, asked)
+        os.kill(servers[1].pid, signal.SIGSTOP)
     try:
         for each in readers:
             each.join(60)
@@ -223,15 +235,51 @@ def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[
     wait_until(lambda: metric(hasty_router, 'servers{state="ready"}') == 2)
 
 
+@contextmanager
+def slow(server: Server) -> Iterator[None]:
+    """A server that runs for a tenth of the time, a fraction of a second each."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            os.kill(server.pid, signal.SIGSTOP)
+            time.sleep(0.27)
+            os.kill(server.pid, signal.SIGCONT)
+            time.sleep(0.03)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_slow_server_keeps_its_streams(router: str, servers: list[Server]) -> None:
+    """It is heard within `silence_seconds`, so it is not lost, and no stream is sent again."""
+    asked = [(path, body_for(path, 6, 40)) for path in PATHS]
+    expected = alone(servers[0], asked)
+    names = [f'retries_total{{kind="{kind}"}}' for kind in ("retry", "continuation")]
+    before = [metric(router, each) for each in names]
+    with slow(servers[1]):
+        readers = begun(router, asked * 2)
+        assert running(servers[1]) > 0, "it has some of the streams"
+        for each in readers:
+            each.join(120)
+    for each, wanted in zip(readers, expected * 2, strict=True):
+        assert events(each.data) == wanted
+    assert [metric(router, each) for each in names] == before
+
+
 def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:
     """Both are stopped for longer than the silence that is allowed."""
-    asked = [(path, body_for(path, 7, FAR)) for path in PATHS]
+    asked = [(path, body_for(path, 7)) for path in PATHS]
     expected = alone(servers[0], asked)
-    readers = [Reader(hasty_router, path, body) for path, body in asked]
-    for each in readers:
-        assert each.has_begun.wait(60)
-    for server in servers:
-        os.kill(server.pid, signal.SIGSTOP)
+    with slowed(*(each.pid for each in servers)):
+        readers = begun(hasty_router, asked)
+        for server in servers:
+            os.kill(server.pid, signal.SIGSTOP)
     try:
         wait_until(lambda: metric(hasty_router, 'servers{state="ready"}') == 0)
         assert httpx.get(f"{hasty_router}/ready").status_code == 503
@@ -246,24 +294,19 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
 
 def test_choices_go_on_beside_other_requests(servers: list[Server]) -> None:
     """The server that goes on starts one choice long after the other one."""
-    body: dict[str, Any] = {**LONG, "n": 2, "seed": 1}
-    asked = [
-        ("/v1/completions", {**body, "prompt": "import os\n"}),
-        ("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "import"}]}),
-    ]
+    asked = [(path, {**body_for(path, 1), "n": 2}) for path in PATHS[:2]]
     expected = alone(servers[0], asked)
     with (
-        running_server(*FLAGS, "--max-num-seqs", "1") as narrow,
-        routed(servers[0].url, narrow.url, num_ready=2) as url,
+        serving("--max-num-seqs", "1") as narrow,
+        routed(servers[0].url, narrow.url, flags=HASTY, num_ready=2) as url,
     ):
-        for (path, body), wanted in zip(asked, expected, strict=True):
-            answer = httpx.post(narrow.url + path, json=body, timeout=60).content
-            assert events(answer) != wanted
+        for request, wanted in zip(asked, expected, strict=True):
+            assert alone(narrow, [request]) != [wanted]
             continued = metric(url, 'continued_total{outcome="ok"}')
-            reader = Reader(url, path, body)
-            assert reader.has_begun.wait(60)
-            busy = max(servers[0], narrow, key=running)
-            os.kill(busy.pid, signal.SIGSTOP)
+            with slowed(servers[0].pid, narrow.pid):
+                (reader,) = begun(url, [request])
+                busy = max(servers[0], narrow, key=running)
+                os.kill(busy.pid, signal.SIGSTOP)
             reader.join(60)
             os.kill(busy.pid, signal.SIGCONT)
             assert by_choice(events(reader.data)) == by_choice(wanted)
@@ -273,29 +316,23 @@ def test_choices_go_on_beside_other_requests(servers: list[Server]) -> None:
 
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
-    with running_server(*FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
-        asked = [(path, body_for(path, number, FAR)) for number in range(2) for path in PATHS[:2]]
+    with serving() as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
+        asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS[:2]]
         expected = alone(servers[0], asked)
-        readers = [Reader(url, path, body) for path, body in asked]
-        unseeded = {**LONG, "prompt": "import os\n", "n": 2}
-        readers += [Reader(url, "/v1/completions", unseeded) for _ in range(2)]
-        with ThreadPoolExecutor(4) as pool:
+        unseeded = {**body_for(PATHS[0], 1), "seed": None, "n": 2}
+        with ThreadPoolExecutor(4) as pool, slowed(servers[0].pid, victim.pid):
+            readers = begun(url, [*asked, *[(PATHS[0], unseeded)] * 2])
+            num_running = running(victim) + running(servers[0])
             whole = [
-                pool.submit(
-                    httpx.post,
-                    url + path,
-                    json={**body, "stream": False},
-                    timeout=60,
-                )
+                pool.submit(httpx.post, url + path, json={**body, "stream": False}, timeout=60)
                 for path, body in asked
             ]
-            for each in readers:
-                assert each.has_begun.wait(60)
+            wait_until(lambda: running(victim) + running(servers[0]) == num_running + len(whole))
             os.kill(victim.pid, signal.SIGKILL)
-            for each in readers:
-                each.join(60)
-            for answer in whole:
-                assert answer.result().status_code == 200
+        for each in readers:
+            each.join(60)
+        for answer in whole:
+            assert answer.result().status_code == 200
         for each, wanted in zip(readers, expected, strict=False):
             assert events(each.data) == wanted
         for each in readers[len(expected) :]:

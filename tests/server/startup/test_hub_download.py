@@ -1,20 +1,17 @@
 """`serve` and `config check` with a hub id, from a small hub on this machine."""
 
 import json
-import os
-import re
-import subprocess
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 from safetensors.torch import load, save
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
-from tests.servers.hub_server import MODEL, FakeHub, serving, use_hub
-from tests.servers.processes import command, run_here
+from tests.doubles.waiting import wait_until
+from tests.server.startup.test_lifecycle import asking, process
+from tests.servers.hub_server import MODEL, MODULE, FakeHub, serving, use_hub
+from tests.servers.processes import run_here
 
 FILES = {path.name: path.read_bytes() for path in EMBEDDED_MODEL.iterdir() if path.is_file()}
 
@@ -34,53 +31,48 @@ def in_two_files() -> dict[str, bytes]:
     return {**others, **files, "model.safetensors.index.json": index}
 
 
-def next_line(process: subprocess.Popen[str], pattern: str) -> str:
-    """Read standard error up to a line with the pattern, and return its first group."""
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if found := re.search(pattern, line):
-            return found[1]
-    raise AssertionError("".join(seen))
-
-
-def test_the_port_says_how_far_the_download_is(tmp_path: Path) -> None:
-    """The 503 has the bytes so far while the model is downloaded; then it is served."""
+def test_the_port_answers_while_the_model_is_downloaded_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is live but not ready. A 503 has the bytes so far, and when to try again."""
     files = in_two_files()
-    hub = FakeHub({MODEL: {"v1": files}}, waits_at=3_000_000)
-    with serving(hub):
-        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        process = subprocess.Popen(
-            command("serve", MODEL, "--revision", "v1", "--port", "0"),
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **variables, "HF_HUB_OFFLINE": "0"},
-        )
-        try:
-            url = next_line(process, r"^loading; (\S+)")
-            deadline = time.monotonic() + 60
+    flags = (MODEL, "--revision", "v1")
+    with serving(FakeHub({MODEL: {"v1": files}}, waits_at=3_000_000)) as hub:
+        monkeypatch.setenv("TEST_HUB", hub.url)
+        monkeypatch.setenv("TEST_HUB_CACHE", str(tmp_path / "hub"))
+        with process(tmp_path, *flags, module=MODULE) as started:
+            assert started.get("/live").json() == {"status": "loading"}
+            for path in ("/health", "/ready", "/v1/models", "/metrics"):
+                answer = started.get(path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+                assert answer.headers["retry-after"] == "5"
             error: dict[str, object] = {}
-            while not error.get("bytes_done") and time.monotonic() < deadline:
-                error = httpx.get(f"{url}/ready", timeout=10).json()["error"]
-                time.sleep(0.05)
+
+            def has_begun() -> bool:
+                nonlocal error
+                error = started.get("/ready").json()["error"]
+                return bool(error.get("bytes_done"))
+
+            wait_until(has_begun)
             assert error["phase"] == "downloading"
             total = sum(len(each) for name, each in files.items() if name.endswith(".safetensors"))
             assert isinstance(error["bytes_done"], int)
             assert 0 < error["bytes_done"] < total - 3_000_000
             # Config and tokenizer were downloaded before, and checked.
             assert error["bytes_total"] == total
-            line = next_line(process, r"(event=downloading.*)")
+            line = started.wait_for(r"(event=downloading.*)")[1]
             assert f"cache={tmp_path / 'hub'}" in line
-            hub.goes_on.set()
-            next_line(process, r"(listening on)")
-            assert httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"] == "small"
-        finally:
-            process.terminate()
-            process.wait(30)
-            assert process.stderr is not None
-            process.stderr.close()
-    assert process.returncode == 0
+            with asking(int(started.url.rpartition(":")[2])) as (seen, failed):
+                hub.goes_on.set()
+                started.wait_for("listening on")
+                wait_until(lambda: 200 in seen)
+            assert not failed, "no client is refused when the model takes over"
+            assert set(seen) == {503, 200}
+            for path in ("/live", "/health", "/ready", "/v1/models", "/metrics"):
+                assert started.get(path).status_code == 200
+            assert started.get("/v1/models").json()["data"][0]["id"] == "small"
+            started.process.terminate()
+            assert started.process.wait(30) == 0
 
 
 def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import pytest
 
 from ropewalk.server.process.hangups import SignalTimes
 from tests.servers import preloaded
+from tests.servers.paced import MODULE, slowed
 from tests.servers.preloaded import Fork
 from tests.servers.processes import command
 
 # Random tokens, because drafts would answer repeated ones within a few probes.
-LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}
+LONG = {"prompt": [7] * 20, "max_tokens": 100, "ignore_eos": True, "temperature": 2, "seed": 1}
 ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 
 
@@ -135,27 +136,6 @@ def wait_until_streaming(into: list[str]) -> None:
         time.sleep(0.02)
 
 
-def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
-    """The process is live but not ready; Retry-After states when to try again."""
-    with process(tmp_path, loads_slowly=True) as started:
-        assert started.get("/live").json() == {"status": "loading"}
-        for path in ("/health", "/ready", "/v1/models", "/metrics"):
-            answer = started.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
-            assert answer.headers["retry-after"] == "5"
-        started.wait_for("event=self_check")
-        with asking(int(started.url.rpartition(":")[2])) as (seen, failed):
-            started.wait_for("listening on")
-            deadline = time.monotonic() + 30
-            while 200 not in seen:
-                assert time.monotonic() < deadline, (seen, failed)
-                time.sleep(0.02)
-        for path in ("/live", "/health", "/ready", "/v1/models", "/metrics"):
-            assert started.get(path).status_code == 200
-        assert not failed, "no client is refused when the model takes over"
-        assert set(seen) == {503, 200}
-
-
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path, sig: signal.Signals) -> None:
     """A signal while loading gives exit code 0, without a traceback."""
@@ -168,24 +148,22 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path, sig: signal.Signals
 
 def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(tmp_path: Path) -> None:
     """New requests get 503 after a signal, and the exit code is 0. Signals at once are one."""
-    with process(tmp_path) as started:
+    with process(tmp_path, module=MODULE) as started:
         started.wait_for("listening on")
         lines: list[str] = []
-        reading = stream(started.url, LONG, lines)
-        wait_until_streaming(lines)
-        for each in (
-            signal.SIGTERM,
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # as timeout(1) and a terminal do
-            started.process.send_signal(each)
-        started.wait_for("event=shutdown")
-        refused = httpx.post(f"{started.url}/v1/completions", json=LONG, timeout=20)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert refused.headers["retry-after"] == "1"
-        assert started.get("/live").status_code == 200
-        assert started.get("/ready").status_code == 503
-        assert started.get("/metrics").status_code == 200
+        with slowed(started.process.pid):
+            reading = stream(started.url, LONG, lines)
+            wait_until_streaming(lines)
+            # As timeout(1) and a terminal do.
+            for each in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                started.process.send_signal(each)
+            started.wait_for("event=shutdown")
+            refused = httpx.post(f"{started.url}/v1/completions", json=LONG, timeout=20)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert refused.headers["retry-after"] == "1"
+            assert started.get("/live").status_code == 200
+            assert started.get("/ready").status_code == 503
+            assert started.get("/metrics").status_code == 200
         reading.join(90)
         assert lines[-1] == "data: [DONE]"
         last = json.loads(lines[-2].removeprefix("data: "))
@@ -212,12 +190,14 @@ def test_an_idle_server_ends_soon_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> None:
     """The lines before and after the banner begin alike, and none redraws itself."""
-    with process(tmp_path) as started:
+    with process(tmp_path, module=MODULE) as started:
         started.wait_for("listening on")
         lines: list[str] = []
-        reading = stream(started.url, LONG, lines)
-        wait_until_streaming(lines)
-        started.process.send_signal(signal.SIGINT)
+        with slowed(started.process.pid):
+            reading = stream(started.url, LONG, lines)
+            wait_until_streaming(lines)
+            started.process.send_signal(signal.SIGINT)
+            started.wait_for("event=shutdown")
         reading.join(90)
         assert started.process.wait(30) == 0
     log = (tmp_path / "log").read_text()
