@@ -14,7 +14,9 @@ from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner, draft_tokens
 from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
+from ropewalk.model_runtime.loading import install_forward, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.probing.untouched import LONG_LEN
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
 from ropewalk.rope import Linear, Profile, Unscaled
@@ -36,6 +38,8 @@ CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, num
 def loaded(monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> Checkpoint:
     """A tiny model, as a GPU serves it with exact_batches."""
     load_exactly(monkeypatch)
+    for module in (self_check, install_forward):  # one step of the check is as good as seven
+        monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 1)
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
     return tiny_checkpoint(name, num_hidden_layers=num_layers, exact_batches=True, **sizes)
 

@@ -131,8 +131,8 @@ def test_logprobs_have_the_chat_shape(chatty: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("num_filling", "rope", "end", "factor"),
     [
-        (1850, {}, 2048, 8.0),
-        (900, {"policy": "fixed", "factor": 3}, 1024, 4.0),
+        (1990, {}, 2048, 8.0),
+        (980, {"policy": "fixed", "factor": 3}, 1024, 4.0),
     ],
 )
 def test_without_max_tokens_the_answer_runs_to_the_longest_context(
