@@ -1,5 +1,6 @@
 """Promises 1 and 3, end to end: the answers are those of transformers under the same table."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -93,6 +94,12 @@ def compare(
 METHODS = list(blocks(64, 8))
 
 
+@cache
+def taken_over(architecture: str) -> Checkpoint:
+    """A tiny model, which all methods share."""
+    return checkpoint_of(tiny_model(architecture))
+
+
 def test_four_native_lengths_on_the_embedded_model(
     embedded: Checkpoint, engines: EngineFactory
 ) -> None:
@@ -115,7 +122,7 @@ def test_four_native_lengths_on_random_models(
 ) -> None:
     """The architectures add biases and partial or interleaved rotary dimensions."""
     untouched = tiny_model(architecture, attn_implementation="eager")
-    compare(engines, checkpoint_of(tiny_model(architecture)), untouched, method)
+    compare(engines, taken_over(architecture), untouched, method)
 
 
 def test_within_the_trained_length_the_answer_is_transformers_generate(
@@ -127,9 +134,9 @@ def test_within_the_trained_length_the_answer_is_transformers_generate(
     deployment = deployment_of(embedded)
     for text in ("import os\nimport sys\n\ndef ", 'class Reader:\n    """', "for key, value in "):
         prompt = embedded.tokenizer.encode(text)
-        result = answer(engine, request(deployment, prompt, max_tokens=100, prompt_logprobs=1))[0]
+        result = answer(engine, request(deployment, prompt, max_tokens=40, prompt_logprobs=1))[0]
         generated = untouched.generate(
-            torch.tensor([prompt]), max_new_tokens=100, do_sample=False, pad_token_id=1
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=1
         )
         assert [*prompt, *result.token_ids] == generated[0].tolist()
         expected = reference_logprobs(untouched, prompt)

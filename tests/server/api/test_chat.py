@@ -341,9 +341,8 @@ def test_a_template_that_loops_on_a_message_ends_that_chat_only(templated: Serve
 
     boom = {"model": "chatty", "messages": [{"role": "user", "content": "BOOM"}]}
     chat = "/v1/chat/completions"
-    with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        paths = ["/tokenize", "/v1/messages/count_tokens", chat]
-        hostile = [pool.submit(post, path, **boom) for path in paths]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        hostile = [pool.submit(post, path, **boom) for path in ("/tokenize", chat)]
         others = [pool.submit(post, chat, messages=MESSAGES, max_tokens=2)]
         others += [pool.submit(post, "/v1/completions", prompt="import os", max_tokens=2)]
     assert [each.result().status_code for each in others] == [200, 200]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.doubles.waiting import wait_until
 from tests.servers.metrics import samples_of, total
+from tests.servers.paced import MODULE, slowed
 from tests.servers.processes import Server, run_here, running_server, without_replicas
 
 FILE = """
@@ -38,7 +39,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configured]
     """A server of one sequence at a time, with an alias."""
     path = tmp_path_factory.mktemp("config") / "ropewalk.yaml"
     path.write_text(FILE.replace("ALIAS", "gpt-4o"))
-    with running_server("--config", str(path)) as running:
+    with running_server("--config", str(path), module=MODULE) as running:
         yield Configured(running, path)
 
 
@@ -94,16 +95,16 @@ def test_requests_start_by_priority_and_answer_as_alone(configured: Configured) 
     asked = {"a": 7, "b": 0, "c": -3, "d": 7}
     with ThreadPoolExecutor(5) as pool:
         # Random tokens, because drafts would end it before the others wait.
-        endless = {"max_tokens": 1500, "ignore_eos": True, "temperature": 2, "seed": 1}
-        long = pool.submit(post, server, "long", prompt="import", **endless)
-        wait_until(lambda: gauge(server, "ropewalk_requests_running") == 1)
+        slow = {"max_tokens": 100, "ignore_eos": True, "temperature": 2, "seed": 1}
         found = {}
-        for number, (name, priority) in enumerate(asked.items(), 1):
-            found[name] = pool.submit(
-                post, server, f"order-{name}", prompt=f"def {name}", max_tokens=8, priority=priority
-            )
-            wait_until(lambda: gauge(server, "ropewalk_requests_waiting") == number)  # noqa: B023
-        assert not long.done(), "the long request ended before all waited"
+        with slowed(server.pid):
+            long = pool.submit(post, server, "long", prompt="import", **slow)
+            wait_until(lambda: gauge(server, "ropewalk_requests_running") == 1)
+            for number, (name, priority) in enumerate(asked.items(), 1):
+                fields = {"prompt": f"def {name}", "max_tokens": 8, "priority": priority}
+                found[name] = pool.submit(post, server, f"order-{name}", **fields)
+                wait_until(lambda: gauge(server, "ropewalk_requests_waiting") == number)  # noqa: B023
+            assert not long.done(), "the long request ended before all waited"
         for name, answer in found.items():
             assert answer.result()["choices"] == alone[name]["choices"], name
         long.result()

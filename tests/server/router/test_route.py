@@ -25,7 +25,6 @@ KEY = "a-key-of-the-router"
 _IDS = re.compile(
     rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|(created|completed)_at)\": ?[0-9]+"
 )
-_RUNNING = "ropewalk_requests_running "
 FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
 ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
 HASTY = (*ROUTER[:-1], "0.7")  # for servers that are stopped
@@ -81,10 +80,16 @@ def by_choice(found: list[bytes]) -> list[bytes]:
     return sorted(found, key=lambda each: re.findall(rb'"choices":\[\{"index":[0-9]+', each))
 
 
+def number(server: Server, name: str) -> float:
+    """A number of a server's own page."""
+    page = httpx.get(f"{server.url}/metrics").text.splitlines()
+    start = f"ropewalk_{name} "
+    return next(float(each.split()[-1]) for each in page if each.startswith(start))
+
+
 def running(server: Server) -> float:
     """The requests that a server computes."""
-    page = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return next(float(each.split()[-1]) for each in page if each.startswith(_RUNNING))
+    return number(server, "requests_running")
 
 
 class Reader(threading.Thread):
@@ -262,14 +267,15 @@ def test_a_slow_server_keeps_its_streams(router: str, servers: list[Server]) -> 
     expected = alone(servers[0], asked)
     names = [f'retries_total{{kind="{kind}"}}' for kind in ("retry", "continuation")]
     before = [metric(router, each) for each in names]
+    num_read = number(servers[1], "prompt_tokens_total")
     with slow(servers[1]):
         readers = begun(router, asked * 2)
-        assert running(servers[1]) > 0, "it has some of the streams"
         for each in readers:
             each.join(120)
     for each, wanted in zip(readers, expected * 2, strict=True):
         assert events(each.data) == wanted
     assert [metric(router, each) for each in names] == before
+    assert number(servers[1], "prompt_tokens_total") > num_read, "it had some of the streams"
 
 
 def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:
