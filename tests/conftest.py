@@ -44,9 +44,9 @@ _LONGEST = {
         "test_quantised_pages",
         "test_quantised_warm_up",
     ),
-    *("test_windows", "test_lifecycle", "test_hub_download", "test_chat"),
-    *("test_route", "test_route_metrics", "test_router_files", "test_fingerprint", "test_metrics"),
-    *("test_kv_disk", "test_light_imports", "test_evaluation", "test_expert_lines"),
+    *("test_windows", "test_lifecycle", "test_chat", "test_route"),
+    *("test_router_files", "test_fingerprint", "test_metrics", "test_kv_disk"),
+    *("test_light_imports", "test_evaluation", "test_expert_lines"),
 }
 
 

@@ -1,6 +1,6 @@
 """A conversation that grows over several tiers finds the pages of its earlier turns.
 
-It has twenty turns, from half of the trained length to four times it.
+It has ten turns, from half of the trained length to four times it.
 """
 
 import json.encoder
@@ -17,7 +17,7 @@ from tests.servers.processes import Server, running_server, without_replicas
 pytestmark = without_replicas  # each replica has pages of its own
 
 L = 256
-NUM_TURNS = 20
+NUM_TURNS = 10
 FILE = """
 page_size: 16
 deployments:
