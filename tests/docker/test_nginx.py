@@ -201,16 +201,20 @@ def test_a_server_that_is_drained_loses_no_request(balanced: Balanced, tmp_path:
     """Its streams end there, its refusals are answered by the other, and then it is gone."""
     other = balanced.servers[1]
     with ExitStack() as stack:
-        ending = stack.enter_context(running_server("--shutdown-timeout-seconds", str(LIMIT_S)))
+        ending = stack.enter_context(
+            running_server("--shutdown-timeout-seconds", str(LIMIT_S), module=MODULE)
+        )
         nginx = stack.enter_context(running_nginx(tmp_path, ending.url, other.url))
         pool = stack.enter_context(ThreadPoolExecutor(8))
         load = Load(nginx)
         stack.callback(load.stop.set)
-        streams = [pool.submit(streamed, nginx, 800) for _ in range(4)]
-        wait_until(lambda: num_running(ending) > 0, "running")
-        clients = [pool.submit(load.send) for _ in range(4)]
-        wait_until(lambda: load.num_answered >= 16, "under load")
-        os.kill(ending.pid, signal.SIGTERM)
+        with slowed(ending.pid):
+            streams = [pool.submit(streamed, nginx, 150) for _ in range(4)]
+            wait_until(lambda: num_running(ending) > 0, "running")
+            clients = [pool.submit(load.send) for _ in range(4)]
+            wait_until(lambda: load.num_answered >= 16, "under load")
+            os.kill(ending.pid, signal.SIGTERM)
+            wait_until(lambda: any("event=shutdown" in line for line in ending.log), "ends")
         wait_until(lambda: any("event=ended" in line for line in ending.log), "ended", LIMIT_S)
         so_far = load.num_answered
         wait_until(lambda: load.num_answered >= so_far + 16, "served by the other")
