@@ -63,6 +63,7 @@ def test_the_port_answers_while_the_model_is_downloaded_and_loads(
             line = started.wait_for(r"(event=downloading.*)")[1]
             assert f"cache={tmp_path / 'hub'}" in line
             with asking(int(started.url.rpartition(":")[2])) as (seen, failed):
+                wait_until(lambda: 503 in seen)
                 hub.goes_on.set()
                 started.wait_for("listening on")
                 wait_until(lambda: 200 in seen)
