@@ -29,6 +29,7 @@ IS_KNOWN = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
 @pytest.fixture(autouse=True)
 def _onednn() -> None:
     if not is_possible(Way.ONEDNN, torch.float32):
+        assert not IS_KNOWN, "the order of sums was not found, so nothing is tested here"
         pytest.skip("no packed products of oneDNN on this processor or with this torch")
 
 
