@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import packed_linear
 from ropewalk.model_runtime.loading.config_values import state_shapes, text_values
@@ -141,12 +142,18 @@ def test_soft_caps_and_sinks_are_honoured() -> None:
 
 def test_pairing_width_and_layer_types_are_probed() -> None:
     """Pairs are half-split or interleaved, whole or partial, by layer type, or absent."""
-    plans = found_for("gpt_neox").plans
+
+    def plans_of(architecture: str) -> list[LayerPlan]:
+        checkpoint = found_for(architecture).checkpoint
+        assert checkpoint is not None
+        return list(checkpoint.plans.values())
+
+    plans = plans_of("gpt_neox")
     assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans} == {(8, 16, False)}
-    assert all(plan.interleaved for plan in found_for("cohere").plans)
-    types = [plan.layer_type for plan in found_for("cohere2").plans]
+    assert all(plan.interleaved for plan in plans_of("cohere"))
+    types = [plan.layer_type for plan in plans_of("cohere2")]
     assert types == ["all", "all", "all", None]
-    types = [plan.layer_type for plan in found_for("gemma3_text").plans]
+    types = [plan.layer_type for plan in plans_of("gemma3_text")]
     assert types == [*["sliding_attention"] * 3, "full_attention"]
 
 
