@@ -91,7 +91,7 @@ def test_rows_of_a_draft_answer_as_its_tokens_one_by_one(
     runner = recorded_runner(checkpoint, None, profiles, 10)
     alone_RV = torch.cat([runner.run([row]) for row in single_rows(spans_of(runner, profiles))])
     for got_RV in (queued_RV, recorded_RV, together_RV):
-        torch.testing.assert_close(got_RV, alone_RV, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(got_RV, alone_RV, atol=5e-5, rtol=1e-5)
     assert len(alone_RV) == sum(count for _, count in LENS[: len(profiles)])
 
 
