@@ -19,35 +19,17 @@ if TYPE_CHECKING:
     from tests.doubles.engines import EngineFactory
     from tests.servers.processes import Server
 
-# Files of eight seconds or more in `make test`. All begin before the others.
-_LONGEST = {
-    *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
-    *("test_page_tells", "test_low_bit_models", "test_low_bit_products", "test_low_bit_experts"),
-    *("test_rounded_products", "test_planned_storage", "test_fused_decoder", "test_packed_linear"),
-    *("test_fused_mixtures", "test_rounded_pages", "test_key_ranges", "test_eight_bits"),
-    *("test_cpu_backend", "test_gguf_architectures", "test_mixed_steps_ahead", "test_grammar"),
-    *("test_quantised_on_disk", "test_stored_weights", "test_transformers_parity"),
-    *(
-        "test_gpu_states",
-        "test_exact_batches",
-        "test_flat_forward",
-        "test_triton_prefill",
-        "test_triton_ranges",
-        "test_triton_backend",
-    ),
-    *("test_gguf_hybrids", "test_quantised_weights", "test_patch_model"),
-    *("test_adversarial_weights", "test_architectures", "test_positions", "test_states"),
-    *(
-        "test_any_serving",
-        "test_batch_invariance",
-        "test_static_parity",
-        "test_quantised_pages",
-        "test_quantised_warm_up",
-    ),
-    *("test_windows", "test_lifecycle", "test_chat", "test_route"),
-    *("test_router_files", "test_fingerprint", "test_metrics", "test_kv_disk"),
-    *("test_light_imports", "test_evaluation", "test_expert_lines"),
-}
+# Files `test_*` of eight seconds or more in `make test`. All begin before the others.
+_LONGEST = """
+    adversarial_weights any_serving architectures batch_invariance chat cpu_backend doc_commands
+    eight_bits evaluation exact_batches expert_lines fingerprint flat_forward fused_decoder
+    fused_mixtures gguf_architectures gguf_hybrids gpu_states grammar key_ranges kv_disk lifecycle
+    light_imports low_bit_experts low_bit_models low_bit_products metrics mixed_steps_ahead nginx
+    packed_linear page page_tells patch_model planned_storage positions quantised_on_disk
+    quantised_pages quantised_warm_up quantised_weights rounded_pages rounded_products route
+    router_files same_bits smollm2 states static_parity stored_weights transformers_parity
+    triton_backend triton_prefill triton_ranges windows
+"""
 
 
 # Triton is imported by transformers, and that by the conftest of a folder that is named to pytest.
@@ -76,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Let the longest files come first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: item.path.stem not in _LONGEST)
+    longest = {f"test_{each}" for each in _LONGEST.split()}
+    items.sort(key=lambda item: item.path.stem not in longest)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -84,8 +84,8 @@ class Outcome:
 
     def row(self) -> str:
         """The line of the page of an architecture that is served."""
-        gpu = self.on_gpu.partition(": ")[0].partition(", calls ")
-        cpu, gpu = self.on_cpu.partition(": ")[0], gpu[0] + " and modules" * bool(gpu[1])
+        cpu, gpu = (each.partition(": ")[0] for each in (self.on_cpu, self.on_gpu))
+        gpu = re.sub(", calls .*", " and modules", gpu)
         return f"| `{self.architecture}` | {self.class_name} | {cpu} | {gpu} |"
 
     def reason(self) -> str:

@@ -101,9 +101,7 @@ def _combine(
     has_constant = fields_F[SECOND] == NO_SLOT
     row_C, other_C = np.empty(num, np.float32), np.empty(num, np.float32)
     if has_constant:
-        constant_C = carray(pointer_to(fields_F[ADDRESS], like), num)
-        for c in range(num):
-            other_C[c] = constant_C[c]
+        widen(carray(pointer_to(fields_F[ADDRESS], like), num), other_C)
     for r in range(begin, end):
         widen(x[r, at : at + num], row_C)
         if not has_constant:

@@ -22,8 +22,8 @@ from tests.server.router.test_route import (
     HASTY,
     PATHS,
     ROUTER,
-    Reader,
     alone,
+    begun,
     body_for,
     events,
     metric,
@@ -84,9 +84,7 @@ def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.Mo
         ):
             asked = [(path, body_for(path, 5, 1000)) for path in PATHS]
             expected = alone(near, asked)
-            readers = [Reader(url, path, body) for path, body in asked * 2]
-            for each in readers:
-                assert each.has_begun.wait(60)
+            readers = begun(url, asked * 2)
             ip("-n", name, "link", "set", interface, "down")
             try:
                 for each in readers:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.doubles.waiting import wait_until
 from tests.server.router.other_server import OtherServer, other_server
+from tests.servers.metrics import samples_of, total
 from tests.servers.paced import MODULE, slowed
 from tests.servers.processes import Server, running_server, without_replicas
 
@@ -80,16 +81,9 @@ def by_choice(found: list[bytes]) -> list[bytes]:
     return sorted(found, key=lambda each: re.findall(rb'"choices":\[\{"index":[0-9]+', each))
 
 
-def number(server: Server, name: str) -> float:
-    """A number of a server's own page."""
-    page = httpx.get(f"{server.url}/metrics").text.splitlines()
-    start = f"ropewalk_{name} "
-    return next(float(each.split()[-1]) for each in page if each.startswith(start))
-
-
 def running(server: Server) -> float:
     """The requests that a server computes."""
-    return number(server, "requests_running")
+    return total(samples_of(server), "ropewalk_requests_running")
 
 
 class Reader(threading.Thread):
@@ -267,7 +261,7 @@ def test_a_slow_server_keeps_its_streams(router: str, servers: list[Server]) -> 
     expected = alone(servers[0], asked)
     names = [f'retries_total{{kind="{kind}"}}' for kind in ("retry", "continuation")]
     before = [metric(router, each) for each in names]
-    num_read = number(servers[1], "prompt_tokens_total")
+    num_read = total(samples_of(servers[1]), "ropewalk_prompt_tokens_total")
     with slow(servers[1]):
         readers = begun(router, asked * 2)
         for each in readers:
@@ -275,7 +269,8 @@ def test_a_slow_server_keeps_its_streams(router: str, servers: list[Server]) -> 
     for each, wanted in zip(readers, expected * 2, strict=True):
         assert events(each.data) == wanted
     assert [metric(router, each) for each in names] == before
-    assert number(servers[1], "prompt_tokens_total") > num_read, "it had some of the streams"
+    num_then = total(samples_of(servers[1]), "ropewalk_prompt_tokens_total")
+    assert num_then > num_read, "it had some of the streams"
 
 
 def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:

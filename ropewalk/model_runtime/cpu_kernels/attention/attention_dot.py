@@ -147,8 +147,7 @@ def rotate_keys_singly(
     for d in range(dim):
         widen(keys_NKDO[page_id, head, d], keys_DO[d, :page_size])
     for p in range(pairs):
-        for o in range(page_size):
-            row_O[o] = keys_DO[p, o]
+        widen(keys_DO[p, :page_size], row_O)
         for o in range(page_size):
             first, second = row_O[o], keys_DO[p + pairs, o]
             cos, sin = cos_SPO[table_id, p, o], sin_SPO[table_id, p, o]

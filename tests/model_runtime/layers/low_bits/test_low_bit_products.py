@@ -155,7 +155,7 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     assert bool(((low(x).double() - expected).abs() <= 2 * bound + rounding * 4).all())
 
 
-# Where bfloat16 is not multiplied in pairs, its weights are widened as those of float32 are.
+# If bfloat16 is not multiplied in pairs, its weights are widened as those of float32 are.
 IN_PAIRS = sorted(BY_TYPE) if multiplies_pairs(torch.bfloat16) else ["Q4_1", "Q4_K", "IQ4_NL"]
 
 
