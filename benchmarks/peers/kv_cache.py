@@ -23,20 +23,20 @@ import numpy as np
 _CHUNK = 512
 _GO = 4  # place of the argument
 _ROUNDS = 15
-_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}  # numbers of ggml
+TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}  # numbers of ggml
 
 
 class Held:
     """A context over a cache of one type."""
 
-    def __init__(self, path: Path, kind: int, num_tokens: int) -> None:
+    def __init__(self, path: Path, kind: int, num_tokens: int, flash: int = 1) -> None:
         params = api.llama_model_default_params()
         self.model = api.llama_model_load_from_file(str(path).encode(), params)
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = num_tokens + 1024, _CHUNK, _CHUNK
         params.n_threads = params.n_threads_batch = 1
         params.type_k = params.type_v = kind
-        params.flash_attn_type = 1
+        params.flash_attn_type = flash
         self.context = api.llama_init_from_model(self.model, params)
         self.batch = api.llama_batch_init(_CHUNK, 0, 1)
         self.width = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
@@ -80,7 +80,7 @@ def losses(
     exact_RV: Any = None
     exact_loss = 0.0
     sys.stdout.write("| llama.cpp | KL | perplexity | same top token |\n|---|---:|---:|---:|\n")
-    for name, kind in _TYPES.items():
+    for name, kind in TYPES.items():
         held = Held(path, kind, len(token_ids))
         found_RV = held.logprobs(token_ids, num_rows)
         loss = float(-found_RV[np.arange(num_rows), next_R].mean())

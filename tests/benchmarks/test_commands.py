@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import quantised
+from tests.model_runtime.formats.test_gguf_served import write_embedded
 from tests.servers.processes import Server, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,7 @@ RUNS = {
     "cpu.decode_step": "MIXTURE --threads 1 --rounds 5",
     "cpu.kernels": "",
     "cpu.mixtures": "MIXTURE --threads 1 --rounds 3",
+    "cpu.rounding": "STORED FOLDER --tokens 96 --rows 16",
     "cpu.state_drafts": "--layers 4 --rounds 1",
     "cpu.step_floors": "--shape medium --layers 1 --threads 1 --rounds 1",
     "cpu.weights": "MODEL --ways float32,int8 --rounds 2",
@@ -53,7 +57,7 @@ IN_THE_SUITE = "compare.serving"
 # They judge the time of a busy machine, and may end with 1 for it.
 JUDGES = {"server.chat_templates": "added at the median"}
 # They import what an environment with llama.cpp has.
-ELSEWHERE = {"peers.kv_cache", "peers.mixture_steps"}
+ELSEWHERE = {"peers.kv_cache", "peers.logits", "peers.mixture_steps"}
 NO_OPTIONS = {"gpu.needs", "server.stream_server"}
 MODULES = sorted(
     ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts)
@@ -112,6 +116,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def windows(tmp_path_factory: pytest.TempPathFactory) -> str:
     case = next(each for each in CASES if each.name == "gemma3")
     return str(case.write(tmp_path_factory.mktemp("benchmarks") / "windows.gguf"))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("benchmarks") / "embedded.gguf"
+    return str(write_embedded(path, quantised(Type.Q8_0)))
 
 
 def run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:

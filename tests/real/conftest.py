@@ -44,7 +44,8 @@ def reference(gguf_path: Path) -> Reference:
 def served(gguf_path: Path) -> Iterator[Server]:
     """`ropewalk serve` of the file with YaRN up to twice the trained length, under two names.
 
-    `whole` has the length of the file, and `short` states one of 1,024 tokens.
+    `whole` has the length of the file, and `short` states one of 1,024 tokens. Activations are
+    exact, as those of transformers.
     """
     short = {**YARN, "original_max_position_embeddings": SHORT_LEN}
     deployments = [
@@ -52,5 +53,6 @@ def served(gguf_path: Path) -> Iterator[Server]:
         {"name": "short", "rope_scaling": short},
     ]
     settings = ["--deployments", json.dumps(deployments), "--kv-cache-tokens", "12288"]
+    settings += ["--activations", "exact"]
     with running_server(str(gguf_path), *settings) as server:
         yield server

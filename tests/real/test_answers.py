@@ -1,15 +1,17 @@
 """Real checkpoints answer as transformers does, whatever else is served, at any length.
 
-In `make test`, test_smollm2.py stands for them when it is drawn.
+In `make test`, test_smollm2.py stands for them.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from tests.checkpoints.real_model import GEMMA3, SMOLLM2, RealModel
 from tests.checkpoints.real_reference import Reference
 from tests.servers.processes import Server
@@ -52,6 +54,17 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, checkpoint: RealMode
     *others, one = (got - expected).abs().sort().values.tolist()
     assert others[-1] < APART[checkpoint.name]
     assert one < ONE_APART
+
+
+@of(SMOL, GEMMA)
+def test_rounded_activations_move_probabilities_little(
+    checkpoint: RealModel, gguf_path: Path
+) -> None:
+    """The distance that the banner prints is that of benchmarks/results/quality.md, about."""
+    rounding = load_checkpoint(gguf_path, device="cpu", activations="int8").rounding
+    assert rounding is not None, checkpoint.name
+    assert 1e-4 < rounding.divergence < 0.005
+    assert rounding.agreement > 0.9
 
 
 @of(SMOL, GEMMA)

@@ -150,7 +150,8 @@ def load_checkpoint(
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
     `weights`: `stored` keeps the bits of the files, `int8` quantises on a CPU, and `dequantised`
-    makes floats. `activations`: `int8` and `fp8` round the rows of products with quantised weights.
+    makes floats. `activations`: `int8` and `fp8` round the rows of products with quantised weights,
+    and `auto` is that of `planned_storage`.
     `exact_batches`: as `prepare_model` has it. `on_native` gets the rotary tables of the config
     before any weight is read, and may raise. `division`: this process is one of several that hold
     the model together.
@@ -162,8 +163,14 @@ def load_checkpoint(
     where, number_type = model_config.device, model_config.dtype
     if weights == "int8":
         refuse_int8(where.type, is_divided=division is not None)
-    if activations != "exact":  # its refusals
-        planned_storage(model_config, weights, activations, is_divided=division is not None)
+    if activations == "auto" and not has_cpu_kernels(where):
+        activations = "exact"
+    if activations != "exact":  # its refusals, and what auto is
+        planned = planned_storage(
+            model_config, weights, activations, is_divided=division is not None
+        )
+        if activations == "auto":
+            activations = "int8" if planned is not None and planned.is_rounding else "exact"
     if on_native is not None:
         on_native(model_config.native())
     on_phase("loading weights")

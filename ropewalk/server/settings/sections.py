@@ -68,10 +68,11 @@ class ModelSettings(Section):
         "--dtype.",
         unit="name",
     )
-    activations: Literal["exact", "int8", "fp8"] = setting(
-        "exact",
+    activations: Literal["auto", "exact", "int8", "fp8"] = setting(
+        "auto",
         "Activations of products with quantised weights: exact, int8 (rounded to eight bits, on a "
-        "CPU) or fp8 (on a GPU, for weights in FP8).",
+        "CPU) or fp8 (on a GPU, for weights in FP8). auto is int8 for a file in few bits on a CPU "
+        "that multiplies bytes (VNNI), and else exact.",
         unit="name",
     )
     device: Device = setting(

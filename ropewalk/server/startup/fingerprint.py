@@ -30,8 +30,7 @@ _LIBRARIES = ("jinja2", "llguidance", "pydantic", "tokenizers")  # beside those 
 # Those of the deployments are in the fingerprint of each name. The others refuse requests, or
 # decide when and where an answer is computed.
 _SETTINGS = (
-    *("activations", "override_generation_config", "reasoning", "stream_interval", "tool_format"),
-    "weights",
+    *("override_generation_config", "reasoning", "stream_interval", "tool_format", "weights"),
 )
 
 

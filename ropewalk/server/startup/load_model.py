@@ -58,7 +58,7 @@ def load_model(
     refuse_without_needs(torch_device(settings.device))
     if ranks is not None and settings.weights == "int8":
         refuse_int8("cpu", is_divided=True)
-    if ranks is not None and settings.activations != "exact":
+    if ranks is not None and settings.activations not in {"auto", "exact"}:
         refuse_rounding(torch_device(settings.device).type, settings.activations, is_divided=True)
     source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
     import torch  # noqa: PLC0415  # `inspect` loads no model without --heads

@@ -97,7 +97,8 @@ def test_a_served_file_writes_what_transformers_writes_with_its_weights(
     """Greedy text over HTTP, tokens and a rendered chat, for each number type."""
     write_embedded(tmp_path / f"embedded.{name}.gguf", ENCODINGS[name])
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    with running_server(str(tmp_path), "--kv-cache-tokens", "2048", "--dtype", "float32") as server:
+    flags = ("--kv-cache-tokens", "2048", "--dtype", "float32", "--activations", "exact")
+    with running_server(str(tmp_path), *flags) as server:
         if name == "F16":
             assert "dequantising_gguf" in server.banner
             assert "loaded_bytes=" in server.banner

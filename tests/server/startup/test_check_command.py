@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped import integer_dot
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.check_command import check
 from ropewalk.server.startup.load_service import load_service
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written, quantised
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,21 @@ def test_a_gguf_file_needs_a_model_folder(tmp_path: Path) -> None:
     ended = CliRunner().invoke(check, [str(path)])
     assert ended.exit_code == 2
     assert "gguf_file needs the folder of a model" in ended.stderr
+
+
+def test_rounded_activations_have_a_line_that_says_how_to_have_exact_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there where the default rounds, and only there."""
+    llama = next(case for case in CASES if case.name == "llama")
+    path = llama.write(tmp_path / "m.gguf", Written(encode=quantised(Type.Q8_0)))
+    for rounds in (True, False):
+        monkeypatch.setattr(integer_dot, "MULTIPLIES_BYTES", rounds)
+        ended = CliRunner().invoke(check, [str(path), "--device", "cpu"])
+        assert ended.exit_code == 0, ended.stderr
+        found = "int8 with a scale for each 32 inputs" in ended.stdout
+        assert found == rounds
+        assert ("--activations exact rounds none" in ended.stdout) == rounds
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def arithmetic_facts(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, 
     return {
         "keys_by_token": backend_for(checkpoint.device).row_keys,
         "products": checkpoint.products,
+        # `products` has those of linears, and experts round, too.
+        "rounds": checkpoint.rounding is not None,
         "attention": described(checkpoint.device),
         # A trial by time decides this, so equal machines may differ.
         "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),

@@ -50,27 +50,43 @@ def planned_storage(
 ) -> Storage | None:
     """Return the storage that a load would have; None if all weights are floats.
 
+    Activations: `auto` is `int8` for weights that stay in the few bits of their files, on a
+    processor that multiplies bytes, and else `exact`. benchmarks/results/quality.md has the reason.
     Raises ModelError if int8 weights or activations are not possible with this device, this number
     of processes or these weights.
     """
     if weights == "int8":
         refuse_int8(outline.device.type, is_divided=is_divided)
-    if activations != "exact":
+    if activations not in {"auto", "exact"}:
         refuse_rounding(outline.device.type, activations, is_divided=is_divided)
     found = None
     if weights != "dequantised" and not is_divided:
         found = _storage(outline, weights)
+    has_few_bits = found is not None and bool(found.low_products or found.expert_bytes)
+    if activations == "auto":
+        is_fast = has_few_bits and weights == "stored" and _multiplies_bytes(outline.device)
+        activations = "int8" if is_fast else "exact"
     if activations == "exact":
         return found
     if activations == "fp8":
         if outline.has_weights and not (found and any("fp8" in each for each in found.by_format)):
             raise ModelError(NEEDS_FP8)
         return found
-    if found is not None and (found.low_products or found.expert_bytes):
+    if found is not None and has_few_bits:
         found.is_rounding = True
     elif outline.has_weights:
         raise ModelError(NEEDS_FEW_BITS)
     return found
+
+
+def _multiplies_bytes(device: torch.device) -> bool:
+    if not has_cpu_kernels(device):
+        return False
+    from ropewalk.model_runtime.cpu_kernels.low_bits.grouped.integer_dot import (  # noqa: PLC0415  # imports numba
+        MULTIPLIES_BYTES,
+    )
+
+    return MULTIPLIES_BYTES
 
 
 def _storage(outline: ModelConfig, weights: Weights) -> Storage | None:

@@ -19,7 +19,7 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.experts.router_names import is_router
 
 Weights = Literal["stored", "int8", "dequantised"]
-Activations = Literal["exact", "int8", "fp8"]
+Activations = Literal["auto", "exact", "int8", "fp8"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
 # Linears that read one tensor are one product. Names are those of transformers and of GGUF.
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")

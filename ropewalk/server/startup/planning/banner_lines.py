@@ -337,11 +337,14 @@ def _weight_lines(
             f"  weights          {low_bits.formats}, {size_text(low_bits.num_bytes)} with scales "
             f"and {floats} of floats; {distance or 'the values of the file'}"
         )
-    if settings.activations != "exact":
+    rounded = "int8" if low_bits is not None and low_bits.is_rounding else settings.activations
+    if rounded in {"int8", "fp8"}:
         distance = _MEASURED if loaded is None else loaded.rounding
-        cell = "row" if settings.activations == "fp8" else f"{INT8.group} inputs"
-        inputs = f"{settings.activations} with a scale for each {cell}"
-        lines.append(f"  activations      {inputs}; {distance}")
+        cell = "row" if rounded == "fp8" else f"{INT8.group} inputs"
+        text = f"{rounded} with a scale for each {cell}; {distance}"
+        if settings.activations == "auto":
+            text += "; --activations exact rounds none"
+        lines.append(f"  activations      {text}")
     return lines
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from ropewalk.model_runtime.cpu_kernels.low_bits.grouped import integer_dot
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.packed_linear import products_of
@@ -101,6 +102,29 @@ def test_a_gguf_file_is_rounded_too(tmp_path: Path, most: Type, others: dict[str
     assert loaded.rounding is not None
     assert 0 < loaded.rounding.divergence < 0.05
     assert isinstance(vars(loaded.model).get("forward"), DecoderLayers)
+
+
+@pytest.mark.parametrize("multiplies_bytes", [True, False])
+def test_auto_rounds_the_stored_bits_of_a_file_where_bytes_are_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, multiplies_bytes: bool
+) -> None:
+    """Plans and loads agree. Plain weights, and those that a load quantises, stay exact."""
+    monkeypatch.setattr(integer_dot, "MULTIPLIES_BYTES", multiplies_bytes)
+    case = next(case for case in CASES if case.name == "llama")
+    path = case.write(tmp_path / "m.gguf", Written(encode=quantised(Type.Q8_0)))
+    outline = read_model_config(path, device="cpu")
+    planned = planned_storage(outline, "stored", "auto", is_divided=False)
+    assert planned is not None
+    assert planned.is_rounding == multiplies_bytes
+    loaded = load_checkpoint(path, device="cpu", activations="auto")
+    assert (loaded.rounding is not None) == multiplies_bytes
+    assert planned_storage(outline, "stored", "auto", is_divided=True) is None
+    assert planned_storage(outline, "dequantised", "auto", is_divided=False) is None
+    plain = read_model_config(EMBEDDED_MODEL, device="cpu")
+    assert planned_storage(plain, "stored", "auto", is_divided=False) is None
+    quantised_here = planned_storage(plain, "int8", "auto", is_divided=False)
+    assert quantised_here is not None
+    assert not quantised_here.is_rounding
 
 
 def test_what_cannot_round_is_refused_with_the_settings_name(tmp_path: Path) -> None:

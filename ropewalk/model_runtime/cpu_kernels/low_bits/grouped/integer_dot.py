@@ -50,6 +50,7 @@ def _pairs() -> tuple[str, str, str] | None:
 
 
 _VNNI, _PAIRS = _vnni(), _pairs()
+MULTIPLIES_BYTES = _VNNI is not None  # four pairs in one instruction
 INSTRUCTION = _VNNI[1] if _VNNI else _PAIRS[2] if _PAIRS else "plain integers"
 
 
