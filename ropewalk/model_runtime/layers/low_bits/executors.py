@@ -3,7 +3,7 @@
 A candidate multiplies rows that are drawn at random, and is compared with the product of the
 widened weight. A linear whose candidate is wrong or fails keeps that product.
 
-Shapes: R = rows, K = inputs, N = outputs.
+Shapes: R = rows, K = inputs, N = outputs, G = groups of inputs, B = blocks of outputs.
 """
 
 from collections import Counter
@@ -25,13 +25,18 @@ from ropewalk.model_runtime.layers.low_bits.stored import (
 )
 
 DEVICE_TYPE = "cuda"  # of the library's products
-_TRIAL_ROWS = 16
+_TRIAL_ROWS = 13  # no multiple of what products want
 # Largest distance from the product of the widened weight, relative to it.
 _MOST_ERROR = 0.01  # scales that a library rounds to the served type
 _MOST_ROUNDED = 0.08  # E4M3 has three bits behind the first
 _FP8 = torch.float8_e4m3fn
 _FP8_ALIGNED = 16  # inputs and outputs of scaled_mm
 _FP8_CARD = (8, 9)  # the oldest that multiplies it
+_BLOCK = (
+    128  # outputs and inputs that share a scale of a weight, and inputs that share one of a row
+)
+_BLOCK_CARDS = 9  # torch 2.13 multiplies such blocks on cards of this major capability only
+_BLOCK_ROWS = 4  # rows are padded to a multiple
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +49,7 @@ def choose_products(model: nn.Module, *, keeps_fp8: bool = False) -> None:
     shared = {id(each.codes) for each in model.modules() if isinstance(each, StoredEmbedding)}
     for module in model.modules():
         if isinstance(module, StoredLinear) and module.codes is not None:
-            is_kept = keeps_fp8 and _has_fp8_rows(module.codes)
+            is_kept = keeps_fp8 and _rounds_to_fp8(module.codes)
             if not is_kept and id(module.codes) not in shared:
                 _try_library(module)
 
@@ -53,10 +58,9 @@ def round_to_fp8(model: nn.Module) -> bool:
     """Round the rows of linears with weights in FP8 to it, in place; return whether any could."""
     done = False
     for module in model.modules():
-        if isinstance(module, StoredLinear) and module.codes is not None:
-            if not _has_fp8_rows(module.codes):
-                continue
-            make = partial(partial, _fp8_product, module.codes)
+        codes = module.codes if isinstance(module, StoredLinear) else None
+        if codes is not None and _rounds_to_fp8(codes):
+            make = partial(_fp8_product, codes)
             done |= _replaced(module, make, "scaled_mm", _MOST_ROUNDED)
     return done
 
@@ -70,33 +74,64 @@ def fp8_fault(device: torch.device) -> str | None:
     return None
 
 
-def _has_fp8_rows(codes: Codes) -> bool:
-    """Return whether a weight is FP8 with one scale for each output, or for all of them."""
-    sizes = codes.num_inputs, codes.num_outputs
+def multiplies_blocks(device: torch.device) -> bool:
+    """Return whether torch multiplies FP8 with scales for 128 x 128 on a GPU."""
+    return torch.cuda.get_device_capability(device)[0] == _BLOCK_CARDS
+
+
+def _rounds_to_fp8(codes: Codes) -> bool:
+    """Return whether torch multiplies a weight by rows in FP8.
+
+    The weight has one scale for each output, for all of them, or for 128 x 128.
+    """
     (scale, *others) = codes.scale
-    is_whole = not others and scale.columns == 0 and scale.rows in (0, 1)
-    return codes.lower.dtype == _FP8 and is_whole and not any(each % _FP8_ALIGNED for each in sizes)
+    sizes = codes.num_inputs, codes.num_outputs
+    if codes.lower.dtype != _FP8 or others or any(each % _FP8_ALIGNED for each in sizes):
+        return False
+    if scale.columns == 0:
+        return scale.rows in (0, 1)
+    is_block = scale.rows == scale.columns == _BLOCK and codes.num_inputs % _BLOCK == 0
+    return is_block and multiplies_blocks(codes.lower.device)
 
 
-def _fp8_product(codes: Codes, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows that are rounded to FP8, each with a scale of its own."""
-    x_RK = x.reshape(-1, x.shape[-1])
+def _fp8_product(codes: Codes) -> Multiply:
+    """Return the product with rows that are rounded to FP8.
+
+    A row has a scale of its own, or one for each group of inputs that shares one in the weight.
+    """
+    scale, kinds = codes.scale[0], nn.functional.ScalingType
+    numbers, weight_KN = scale.numbers.float(), codes.lower.t()
+    if scale.columns:
+        num_rows, group = _BLOCK_ROWS, scale.columns
+        recipes = kinds.BlockWise1x128, kinds.BlockWise128x128
+        # cuBLASLt reads scales of four blocks of inputs at a time.
+        scale_GB = nn.functional.pad(numbers, (0, -numbers.shape[-1] % 4)).t()
+    else:
+        num_rows, group = 1, codes.num_inputs
+        recipes = kinds.RowWise, kinds.RowWise
+        scale_GB = numbers.expand(codes.num_outputs, 1).contiguous().t()
     most = torch.finfo(_FP8).max
-    scale_R1 = (x_RK.abs().amax(-1, keepdim=True).float() / most).clamp(min=1e-12)
-    rounded_RK = (x_RK / scale_R1).clamp(-most, most).to(_FP8)
-    scale_N1 = codes.scale[0].numbers.float().expand(codes.num_outputs, 1).contiguous()
-    row_wise = nn.functional.ScalingType.RowWise
-    out_RN = nn.functional.scaled_mm(
-        rounded_RK,
-        codes.lower.t(),
-        scale_R1,
-        row_wise,
-        scale_N1.t(),
-        row_wise,
-        output_dtype=torch.bfloat16,
-    ).to(x.dtype)
-    out_RN = out_RN if bias is None else out_RN + bias
-    return out_RN.reshape(*x.shape[:-1], -1)
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        x_RK = x.reshape(-1, x.shape[-1])
+        padded_RK = nn.functional.pad(x_RK, (0, 0, 0, -len(x_RK) % num_rows))
+        groups = padded_RK.unflatten(-1, (-1, group))
+        scale_RG = (groups.abs().amax(-1).float() / most).clamp(min=1e-12)
+        rounded_RK = (groups / scale_RG[..., None]).clamp(-most, most).to(_FP8).flatten(1)
+        out_RN = nn.functional.scaled_mm(
+            rounded_RK,
+            weight_KN,
+            scale_RG.t().contiguous().t(),
+            recipes[0],
+            scale_GB,
+            recipes[1],
+            output_dtype=torch.bfloat16,
+        )
+        out_RN = out_RN[: len(x_RK)].to(x.dtype)
+        out_RN = out_RN if bias is None else out_RN + bias
+        return out_RN.reshape(*x.shape[:-1], -1)
+
+    return multiply
 
 
 def _try_library(module: StoredLinear) -> None:

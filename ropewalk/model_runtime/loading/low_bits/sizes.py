@@ -137,7 +137,7 @@ NEEDS_FEW_BITS = (
 )
 NEEDS_FP8 = (
     "activations: fp8 needs linears with weights in FP8 that have one scale for a row or a tensor, "
-    "and weights: stored"
+    "or for 128 x 128 on a GPU of compute capability 9.0, and weights: stored"
 )
 
 

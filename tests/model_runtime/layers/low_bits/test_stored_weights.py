@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
+from torch.nn.functional import ScalingType
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
@@ -210,16 +211,59 @@ def test_a_model_is_loaded_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(vars(checkpoint.model).get("forward"), FlatForward)
 
 
-def test_rows_are_rounded_to_fp8_for_weights_with_a_scale_for_each_row(tmp_path: Path) -> None:
-    """Weights in blocks keep exact rows; others come near the exact product, and not to it."""
-    model = held(case("fp8-dynamic").write(tmp_path / "rows").folder)
-    module = model.model.layers[0].self_attn.q_proj
-    x = torch.randn(2, 3, 128)
-    exact = module(x)
+def scaled_mm(a_RK: Tensor, b_KN: Tensor, *scaling: Any, output_dtype: torch.dtype) -> Tensor:
+    """Torch's product of FP8 in blocks in float64, with the shapes and strides that CUDA wants.
+
+    They are those of ScaledBlas.cpp in torch 2.13. No CPU has this product.
+    """
+    scale_a, recipe_a, scale_b, recipe_b = scaling
+    (num_rows, num_inputs), num_outputs = a_RK.shape, b_KN.shape[1]
+    num_groups, num_blocks = num_inputs // 128, -(-num_outputs // 128)
+    padded = -(-num_groups // 4) * 4
+    assert (recipe_a, recipe_b) == (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+    assert a_RK.dtype == b_KN.dtype == torch.float8_e4m3fn
+    assert num_rows % 4 == 0
+    assert scale_a.shape == (num_rows, num_groups)
+    assert scale_b.shape == (padded, num_blocks)
+    assert scale_a.stride() in ((1, num_rows), (1, 1))
+    assert scale_b.stride() in ((1, padded), (1, 1))
+    a = a_RK.double() * scale_a.double().repeat_interleave(128, 1)
+    scale_KN = scale_b[:num_groups].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (a @ (b_KN.double() * scale_KN[:, :num_outputs])).to(output_dtype)
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-blocks", "fp8-powers-of-two"])
+def test_rows_are_rounded_to_fp8(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come near the exact product, and not to it; one scale may belong to 128 inputs."""
+    if name != "fp8-dynamic":
+        monkeypatch.setattr(executors, "multiplies_blocks", lambda _: True)
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    model = held(case(name).write(tmp_path / "quantised").folder)
+    layer = model.model.layers[0]
+    modules = layer.self_attn.q_proj, layer.mlp.down_proj
+    rows = [torch.randn(2, 3, each.in_features) for each in modules]
+    for x in rows:
+        x[0, 0] *= 1000.0  # of one row, which has scales of its own
+    exact = [module(x) for module, x in zip(modules, rows, strict=True)]
     assert executors.round_to_fp8(model)
-    distance = float((module(x) - exact).norm() / exact.norm())
-    assert 1e-4 < distance < 0.08
-    assert not executors.round_to_fp8(held(case("fp8-blocks").write(tmp_path / "blocks").folder))
+    for module, x, expected in zip(modules, rows, exact, strict=True):
+        distance = (module(x) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert distance.min() > 1e-4
+        assert distance.max() < 0.08
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-compressed-blocks"])
+def test_rows_of_blocks_that_a_card_does_not_multiply_stay_exact(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only Hopper multiplies blocks of 128 x 128, and no card those of 64 x 128."""
+    is_hopper = name == "fp8-compressed-blocks"
+    monkeypatch.setattr(executors, "multiplies_blocks", lambda _: is_hopper)
+    model = held(case(name).write(tmp_path / "quantised").folder)
+    assert not executors.round_to_fp8(model)
+    assert not model.model.layers[0].self_attn.q_proj.product_name
 
 
 @pytest.mark.parametrize("factor", [1.001, 1.5, float("nan"), None])
