@@ -25,6 +25,7 @@ from ropewalk.model_runtime.layers.low_bits.executors import (
 from ropewalk.model_runtime.layers.low_bits.stored import StoredExperts, StoredLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.codes import blocks_as_codes
+from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from tests.checkpoints.quantised_cases import case
 from tests.checkpoints.random_blocks import random_rows
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
@@ -151,6 +152,32 @@ def test_a_model_is_served_from_its_file_bytes(
         asked = request(deployment_of(checkpoint), prompt, max_tokens=12, ignore_eos=True)
         tokens.append(answer(engine, asked)[0].token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize("num_rows", [1, 24, 600])
+def test_experts_are_captured(num_rows: int, tmp_path: Path) -> None:
+    """A replay has the routes of its own rows; from 513 rows on, on Hopper and Blackwell only."""
+    if num_rows == 600 and torch.cuda.get_device_capability(GPU)[0] not in (9, 10):
+        pytest.skip("torch 2.13 reads the routes of a grouped product on the host")
+    folder = case("fp8-experts").write(tmp_path / "quantised").folder
+    model = load_checkpoint(folder, dtype="bfloat16", device="cuda").model
+    experts = next(each for each in model.modules() if isinstance(each, StoredExperts))
+    num_inputs = experts.matrices["down_proj"][0].num_outputs
+
+    def drawn() -> tuple[Tensor, Tensor, Tensor]:
+        x_RK = torch.randn(num_rows, num_inputs, device=GPU, dtype=torch.bfloat16)
+        scores = torch.rand(num_rows, experts.num_experts, device=GPU)
+        share_RC, choice_RC = scores.topk(2)
+        return x_RK, choice_RC, share_RC.bfloat16()
+
+    inputs = drawn()
+    with torch.inference_mode():
+        found_RK, replay = cuda_recorder(GPU)(lambda: experts(*inputs))
+        for _ in range(2):
+            for old, new in zip(inputs, drawn(), strict=True):
+                old.copy_(new)
+            replay()
+            assert error(found_RK, experts(*inputs).double()) < 0.01
 
 
 def test_all_types_of_gguf_are_in_the_checks() -> None:

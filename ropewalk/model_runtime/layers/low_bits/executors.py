@@ -58,9 +58,10 @@ def round_to_fp8(model: nn.Module) -> bool:
     """Round the rows of linears with weights in FP8 to it, in place; return whether any could."""
     done = False
     for module in model.modules():
-        codes = module.codes if isinstance(module, StoredLinear) else None
-        if codes is not None and _rounds_to_fp8(codes):
-            make = partial(_fp8_product, codes)
+        if not isinstance(module, StoredLinear) or module.codes is None:
+            continue
+        if _rounds_to_fp8(module.codes):
+            make = partial(_fp8_product, module.codes)
             done |= _replaced(module, make, "scaled_mm", _MOST_ROUNDED)
     return done
 
@@ -115,7 +116,7 @@ def _fp8_product(codes: Codes) -> Multiply:
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
         x_RK = x.reshape(-1, x.shape[-1])
         padded_RK = nn.functional.pad(x_RK, (0, 0, 0, -len(x_RK) % num_rows))
-        groups = padded_RK.unflatten(-1, (-1, group))
+        groups = padded_RK.view(len(padded_RK), -1, group)
         scale_RG = (groups.abs().amax(-1).float() / most).clamp(min=1e-12)
         rounded_RK = (groups / scale_RG[..., None]).clamp(-most, most).to(_FP8).flatten(1)
         out_RN = nn.functional.scaled_mm(

@@ -4,10 +4,11 @@ A module's weight *is* its widened weight in the served number type, as it would
 load. `multiply` of a linear may be replaced by another product of the same weight (`executors.py`).
 All operations are torch's, so the modules work on any device.
 
-Shapes: R = rows, C = choices of a row, E = experts, K = inputs, N = outputs.
+Shapes: R = rows, C = choices of a row, S = choices of all rows, sorted by expert, E = experts,
+K = inputs, N = outputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,11 @@ from ropewalk.model_runtime.layers.joined_linears import placeholder
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 
 _AT_ONCE = 1 << 24  # numbers that are widened to scratch at a time
-# Rows of experts whose routes stay on the device, so that a step can be captured: those of the
-# largest captured step. All experts multiply them, which takes less time than widening them.
-_MOST_ROUTED = 512
+_OF_EXPERTS_AT_ONCE = 1 << 26  # numbers of all experts
+_ALIGNED = 8  # outputs of a grouped product at a time: 16 bytes
+# Rows that all experts multiply, so that a decode can be captured on any card. It takes less time
+# than widening the experts.
+_MOST_MULTIPLIED = 512
 
 Multiply = Callable[[Tensor, Tensor | None], Tensor]  # of inputs and a bias
 
@@ -33,6 +36,24 @@ def widened_product(codes: Codes, x: Tensor, bias: Tensor | None) -> Tensor:
     for first, end in codes.pieces(_AT_ONCE):
         part = None if bias is None else bias[first:end]
         parts.append(nn.functional.linear(x, codes.widened(x.dtype, first, end), part))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def grouped_product(codes: Codes, x_SK: Tensor, expert_S: Tensor) -> Tensor:
+    """Multiply each row by the weight of its expert, [S, K] -> [S, N].
+
+    In bfloat16 on Hopper and Blackwell the device is not waited for. torch 2.13 reads the number of
+    each expert's rows on the host elsewhere.
+    """
+    experts_E = torch.arange(len(codes.lower), dtype=expert_S.dtype, device=x_SK.device)
+    end_E = torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
+    place_EK = None if codes.order is None else codes.order.argsort(-1)  # of each input
+    parts = []
+    for first, end in codes.pieces(_OF_EXPERTS_AT_ONCE, _ALIGNED):
+        weight = codes.widened(x_SK.dtype, first, end)
+        if place_EK is not None:
+            weight = weight.gather(-1, place_EK[:, None].expand_as(weight))
+        parts.append(nn.functional.grouped_mm(x_SK, weight.mT, offs=end_E))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -117,6 +138,8 @@ class StoredExperts(Replacement):
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each row, [R, K], [R, C], [R, C] -> [R, K]."""
         num_rows, num_choices = top_k_index.shape
+        if num_rows > _MOST_MULTIPLIED:
+            return self._sorted(x, top_k_index, top_k_weights.float())
         out_RK = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if num_rows * num_choices < self.num_experts:
             for row in range(num_rows):
@@ -124,17 +147,27 @@ class StoredExperts(Replacement):
                     chosen = top_k_index[row, place : place + 1]
                     part = self._expert(chosen, x[row : row + 1]).float()
                     out_RK[row] += (part * top_k_weights[row, place])[0]
-        elif num_rows <= _MOST_ROUTED:
+        else:
             for expert in range(self.num_experts):
                 is_chosen = top_k_index == expert
                 share_R1 = (top_k_weights * is_chosen).sum(-1, keepdim=True).float()
                 part = self._expert(expert, x).float() * share_R1
                 out_RK += torch.where(is_chosen.any(-1, keepdim=True), part, 0.0)
-        else:
-            for expert in sorted(set(top_k_index.flatten().tolist())):
-                rows, places = (top_k_index == expert).nonzero(as_tuple=True)
-                part = self._expert(expert, x[rows]).float()
-                out_RK.index_add_(0, rows, part * top_k_weights[rows, places, None].float())
+        return out_RK.to(x.dtype)
+
+    def _sorted(self, x: Tensor, choice_RC: Tensor, share_RC: Tensor) -> Tensor:
+        """Compute the experts with the choices of all rows sorted by expert."""
+        expert_S, choice_S = choice_RC.flatten().sort()
+        row_S, place_RC = choice_S // choice_RC.shape[1], choice_S.argsort().view(choice_RC.shape)
+        x_SK = x.index_select(0, row_S)
+        for name in (self.first_name, "down_proj"):
+            if name == "down_proj":
+                x_SK = self._between(x_SK)
+            parts = [grouped_product(each, x_SK, expert_S) for each in self.matrices[name]]
+            x_SK = self._with_bias(name, expert_S, parts)
+        out_RK = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for place_R, share_R in zip(place_RC.t(), share_RC.t(), strict=True):
+            out_RK += x_SK.index_select(0, place_R) * share_R[:, None]
         return out_RK.to(x.dtype)
 
     def _expert(self, expert: int | Tensor, x: Tensor) -> Tensor:
@@ -150,7 +183,11 @@ class StoredExperts(Replacement):
 
     def _linear(self, name: str, expert: int | Tensor, x: Tensor) -> Tensor:
         parts = [widened_product(each.expert(expert), x, None) for each in self.matrices[name]]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self._with_bias(name, expert, parts)
+
+    def _with_bias(self, name: str, expert: int | Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return the parts of a product beside each other, with the bias of one expert or of S."""
+        out = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
         return out + self.left[f"{name}_bias"][expert] if self.has_bias else out
 
     def with_random_numbers(

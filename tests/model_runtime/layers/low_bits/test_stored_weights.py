@@ -16,6 +16,7 @@ from torch.nn.functional import ScalingType
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
+from ropewalk.model_runtime.formats.codes import stacked
 from ropewalk.model_runtime.formats.codes import unpacked as unpacked_codes
 from ropewalk.model_runtime.formats.gguf.gguf_blocks import unpacked
 from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
@@ -177,17 +178,47 @@ def gpt_oss(folder: Path) -> tuple[Path, Any]:
     return written.folder, written.dequantised(folder / "plain", torch.float32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 24, 100])  # one choice at a time, all, or by routes
+@pytest.mark.parametrize("num_tokens", [1, 24, 100])  # one choice at a time, all, or sorted
 def test_experts_in_mxfp4_are_those_of_gpt_oss(
     num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the three ways through the experts gives the logits of the dequantised model."""
-    monkeypatch.setattr(stored, "_MOST_ROUTED", 64)
+    monkeypatch.setattr(stored, "_MOST_MULTIPLIED", 64)
+    monkeypatch.setattr(stored, "_OF_EXPERTS_AT_ONCE", 1 << 13)  # several pieces of a weight
     folder, expected = gpt_oss(tmp_path)
     model = held(folder)
     found = [own for own in model.modules() if isinstance(own, StoredExperts)]
     assert len(found) == len(model.model.layers)
     assert_same_model(model, expected.eval(), num_tokens)
+
+
+@pytest.mark.parametrize("num_rows", [1, 24, 600])
+def test_routes_stay_on_the_device(num_rows: int, tmp_path: Path) -> None:
+    """No way through the experts reads a number of a tensor: here none has any."""
+    model = held(gpt_oss(tmp_path)[0], torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts.to("meta")
+    experts.matrices = {
+        name: tuple(each.each(lambda tensor: tensor.to("meta")) for each in parts)
+        for name, parts in experts.matrices.items()
+    }
+    x_RK = torch.empty(num_rows, 128, dtype=torch.bfloat16, device="meta")
+    choice_RC = torch.empty(num_rows, 2, dtype=torch.int64, device="meta")
+    assert experts(x_RK, choice_RC, choice_RC.bfloat16()).shape == x_RK.shape
+
+
+def test_sorted_rows_are_multiplied_by_experts_with_an_order_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's act-order of each expert; an expert may have no row."""
+    monkeypatch.setattr(stored, "_OF_EXPERTS_AT_ONCE", 1 << 13)
+    layers = held(case("gptq-ordered").write(tmp_path / "quantised").folder).model.layers
+    linears = [getattr(layers[0].self_attn, name) for name in ("k_proj", "v_proj")]
+    linears.append(layers[1].self_attn.k_proj)
+    codes = stacked([each.codes for each in linears])
+    x_SK, expert_S = torch.randn(7, codes.num_inputs), torch.tensor([0, 0, 0, 2, 2, 2, 2])
+    found = stored.grouped_product(codes, x_SK, expert_S)
+    expected = torch.cat([linears[0](x_SK[:3]), linears[2](x_SK[3:])])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_of_a_gguf_file_stay_in_their_bits(tmp_path: Path) -> None:
@@ -220,7 +251,7 @@ def scaled_mm(a_RK: Tensor, b_KN: Tensor, *scaling: Any, output_dtype: torch.dty
     (num_rows, num_inputs), num_outputs = a_RK.shape, b_KN.shape[1]
     num_groups, num_blocks = num_inputs // 128, -(-num_outputs // 128)
     padded = -(-num_groups // 4) * 4
-    assert (recipe_a, recipe_b) == (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+    assert [recipe_a, recipe_b] == [ScalingType.BlockWise1x128, ScalingType.BlockWise128x128]
     assert a_RK.dtype == b_KN.dtype == torch.float8_e4m3fn
     assert num_rows % 4 == 0
     assert scale_a.shape == (num_rows, num_groups)
@@ -229,7 +260,8 @@ def scaled_mm(a_RK: Tensor, b_KN: Tensor, *scaling: Any, output_dtype: torch.dty
     assert scale_b.stride() in ((1, padded), (1, 1))
     a = a_RK.double() * scale_a.double().repeat_interleave(128, 1)
     scale_KN = scale_b[:num_groups].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return (a @ (b_KN.double() * scale_KN[:, :num_outputs])).to(output_dtype)
+    found: Tensor = a @ (b_KN.double() * scale_KN[:, :num_outputs])
+    return found.to(output_dtype)
 
 
 @pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-blocks", "fp8-powers-of-two"])
