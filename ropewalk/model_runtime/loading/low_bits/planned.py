@@ -27,6 +27,7 @@ from ropewalk.model_runtime.loading.low_bits.hold import (
 )
 from ropewalk.model_runtime.loading.low_bits.quantise import modules_for_int8
 from ropewalk.model_runtime.loading.low_bits.sizes import (
+    DIVIDED_STORED,
     NEEDS_FEW_BITS,
     NEEDS_FP8,
     Activations,
@@ -52,8 +53,8 @@ def planned_storage(
 
     Activations: `auto` is `int8` for weights that stay in the few bits of their files, on a
     processor that multiplies bytes, and else `exact`. benchmarks/results/quality.md has the reason.
-    Raises ModelError if int8 weights or activations are not possible with this device, this number
-    of processes or these weights.
+    Raises ModelError if these weights or activations are not possible with this device, this number
+    of processes or this checkpoint.
     """
     if weights == "int8":
         refuse_int8(outline.device.type, is_divided=is_divided)
@@ -62,6 +63,8 @@ def planned_storage(
     found = None
     if weights != "dequantised" and not is_divided:
         found = _storage(outline, weights)
+    elif weights == "stored" and outline.device.type != "cpu" and _in_codes(outline):
+        raise ModelError(DIVIDED_STORED)
     has_few_bits = found is not None and bool(found.low_products or found.expert_bytes)
     if activations == "auto":
         is_fast = has_few_bits and weights == "stored" and _multiplies_bytes(outline.device)

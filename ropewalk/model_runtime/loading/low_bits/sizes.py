@@ -131,6 +131,10 @@ def refuse_int8(device_type: str, *, is_divided: bool) -> None:
         )
 
 
+DIVIDED_STORED = (
+    "weights: stored is not divided among GPUs; set weights to dequantised, or "
+    "tensor_parallel_size to 1"
+)
 NEEDS_FEW_BITS = (
     "activations: int8 needs linears or experts with quantised weights; set weights to int8, or "
     "serve a GGUF file that has them"

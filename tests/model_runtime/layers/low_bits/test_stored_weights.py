@@ -16,6 +16,7 @@ from torch.nn.functional import ScalingType
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.codes import stacked
 from ropewalk.model_runtime.formats.codes import unpacked as unpacked_codes
 from ropewalk.model_runtime.formats.gguf.gguf_blocks import unpacked
@@ -353,3 +354,16 @@ def test_a_config_alone_promises_about_the_bytes_of_a_load(
         assert found is not None
         sizes.append(found.num_bytes)
     assert abs(sizes[1] / sizes[0] - 1) < 0.05
+
+
+def test_weights_in_few_bits_are_not_divided_among_gpus(tmp_path: Path) -> None:
+    """`weights` is refused by name; dequantised weights and float checkpoints are divided."""
+    quantised = case("awq").write(tmp_path / "quantised").folder
+    tiny_model("llama").save_pretrained(tmp_path / "floats")
+    byte_tokenizer_fast().save_pretrained(tmp_path / "floats")
+    for folder, weights in ((quantised, "dequantised"), (tmp_path / "floats", "stored")):
+        outline = read_model_config(folder, device=torch.device("cuda"))
+        assert planned_storage(outline, weights, is_divided=True) is None
+    outline = read_model_config(quantised, device=torch.device("cuda"))
+    with pytest.raises(ModelError, match="weights: stored is not divided among GPUs; set weights"):
+        planned_storage(outline, "stored", is_divided=True)
