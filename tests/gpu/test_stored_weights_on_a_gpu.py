@@ -155,29 +155,33 @@ def test_a_model_is_served_from_its_file_bytes(
 
 
 @pytest.mark.parametrize("num_rows", [1, 24, 600])
-def test_experts_are_captured(num_rows: int, tmp_path: Path) -> None:
-    """A replay has the routes of its own rows; from 513 rows on, on Hopper and Blackwell only."""
-    if num_rows == 600 and torch.cuda.get_device_capability(GPU)[0] not in (9, 10):
-        pytest.skip("torch 2.13 reads the routes of a grouped product on the host")
+def test_captured_experts_are_the_dequantised_ones(num_rows: int, tmp_path: Path) -> None:
+    """A replay has the routes of its own rows, by the library or by widened weights."""
     folder = case("fp8-experts").write(tmp_path / "quantised").folder
-    model = load_checkpoint(folder, dtype="bfloat16", device="cuda").model
-    experts = next(each for each in model.modules() if isinstance(each, StoredExperts))
-    num_inputs = experts.matrices["down_proj"][0].num_outputs
+    stored, plain = (
+        load_checkpoint(folder, dtype="bfloat16", device="cuda", weights=weights)
+        .model.get_submodule("model.layers.0.mlp")
+        .experts
+        for weights in ("stored", "dequantised")
+    )
+    is_waiting = torch.cuda.get_device_capability(GPU)[0] not in (9, 10)
+    if num_rows == 600 and is_waiting and not stored.product_name:
+        pytest.skip("torch 2.13 reads the routes of a grouped product on the host")
+    num_inputs = stored.matrices["down_proj"][0].num_outputs
 
     def drawn() -> tuple[Tensor, Tensor, Tensor]:
         x_RK = torch.randn(num_rows, num_inputs, device=GPU, dtype=torch.bfloat16)
-        scores = torch.rand(num_rows, experts.num_experts, device=GPU)
-        share_RC, choice_RC = scores.topk(2)
+        share_RC, choice_RC = torch.rand(num_rows, stored.num_experts, device=GPU).topk(2)
         return x_RK, choice_RC, share_RC.bfloat16()
 
     inputs = drawn()
     with torch.inference_mode():
-        found_RK, replay = cuda_recorder(GPU)(lambda: experts(*inputs))
+        found_RK, replay = cuda_recorder(GPU)(lambda: stored(*inputs))
         for _ in range(2):
             for old, new in zip(inputs, drawn(), strict=True):
                 old.copy_(new)
             replay()
-            assert error(found_RK, experts(*inputs).double()) < 0.01
+            assert error(found_RK, plain(*inputs).double()) < 0.02
 
 
 def test_all_types_of_gguf_are_in_the_checks() -> None:

@@ -25,7 +25,7 @@ _MOST_ON_A_GPU = 1 << 24  # whose launches take longer than its memory
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # E2M1 by its four bits (OCP Microscaling Formats 1.0, 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4 = (*_E2M1, *(-each for each in _E2M1))
+FP4 = (*_E2M1, *(-each for each in _E2M1))
 
 _DTYPES = {  # by safetensors' names
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F64": torch.float64,
@@ -59,7 +59,7 @@ def codes_of(weight: QuantisedWeight, parts: Parts) -> Codes:
         case "mxfp4":
             blocks_EOGB = parts["values"]
             scale = Cells(parts["scale"].view(torch.float8_e8m0fnu), 1, 32)
-            table = torch.tensor(_FP4).to(blocks_EOGB.device)
+            table = torch.tensor(FP4).to(blocks_EOGB.device)
             shape = weight.shape[2], weight.shape[1]
             return Codes(name, 4, *shape, blocks_EOGB.flatten(-2), (scale,), table=table)
         case "fp8" | "int8":

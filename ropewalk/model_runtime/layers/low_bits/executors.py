@@ -1,4 +1,4 @@
-"""Choose the product of each linear whose weight is held as codes, by format and card.
+"""Choose the products of linears and experts whose weights are held as codes, by format and card.
 
 A candidate multiplies rows that are drawn at random, and is compared with the product of the
 widened weight. A linear whose candidate is wrong or fails keeps that product.
@@ -9,6 +9,7 @@ Shapes: R = rows, K = inputs, N = outputs, G = groups of inputs, B = blocks of o
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.formats.codes import Codes
 from ropewalk.model_runtime.layers.low_bits import humming
 from ropewalk.model_runtime.layers.low_bits.stored import (
+    Grouped,
     Multiply,
     StoredEmbedding,
     StoredExperts,
     StoredLinear,
+    ends_of,
+    grouped_product,
     widened_product,
 )
 
@@ -38,11 +42,13 @@ _BLOCK = (
 _BLOCK_CARDS = 9  # torch 2.13 multiplies such blocks on cards of this major capability only
 _BLOCK_ROWS = 4  # rows are padded to a multiple
 
+_Product = TypeVar("_Product", bound=Callable[[Tensor, Any], Tensor])
+
 _log = structlog.get_logger(__name__)
 
 
 def choose_products(model: nn.Module, *, keeps_fp8: bool = False) -> None:
-    """Give linears the products of a library where it serves them, in place.
+    """Give linears and experts the products of a library where it serves them, in place.
 
     `keeps_fp8`: but not those that `round_to_fp8` will replace.
     """
@@ -52,6 +58,8 @@ def choose_products(model: nn.Module, *, keeps_fp8: bool = False) -> None:
             is_kept = keeps_fp8 and _rounds_to_fp8(module.codes)
             if not is_kept and id(module.codes) not in shared:
                 _try_library(module)
+        elif isinstance(module, StoredExperts):
+            _try_library_of_experts(module)
 
 
 def round_to_fp8(model: nn.Module) -> bool:
@@ -138,34 +146,83 @@ def _fp8_product(codes: Codes) -> Multiply:
 def _try_library(module: StoredLinear) -> None:
     codes, dtype = module.codes, module.weight.dtype
     assert codes is not None
-    is_on_gpu = codes.lower.device.type == DEVICE_TYPE
-    if not (is_on_gpu and humming.is_there() and humming.could_serve(codes)):
+    if not _has_library(codes):
         return
     if _replaced(module, lambda: humming.product(codes, dtype), humming.NAME, _MOST_ERROR):
         module.codes = None  # the library has its own layout of them
+
+
+def _has_library(codes: Codes) -> bool:
+    is_on_gpu = codes.lower.device.type == DEVICE_TYPE
+    return is_on_gpu and humming.is_there() and humming.could_serve(codes)
+
+
+def _try_library_of_experts(module: StoredExperts) -> None:
+    """Give experts the library's products, if it has those of all their parts."""
+    all_codes = [codes for parts in module.matrices.values() for codes in parts]
+    if not all(codes.order is None and _has_library(codes) for codes in all_codes):
+        return
+    dtype: torch.dtype = module.down_proj.dtype
+    row_S = torch.arange(_TRIAL_ROWS, device=all_codes[0].lower.device)
+    end_E = ends_of(row_S * module.num_experts // _TRIAL_ROWS, module.num_experts)
+    products: dict[str, list[Grouped]] = {}
+    for name, parts in module.matrices.items():
+        for codes in parts:
+            make = partial(humming.product_of_experts, codes, dtype)
+            exact = partial(grouped_product, codes)
+            found = _tried(
+                make, exact, codes, dtype, other=end_E, name=humming.NAME, most_error=_MOST_ERROR
+            )
+            if found is None:
+                return
+            products.setdefault(name, []).append(found)
+    module.use(products, humming.NAME)
 
 
 def _replaced(
     module: StoredLinear, make: Callable[[], Multiply], name: str, most_error: float
 ) -> bool:
     """Give a linear the product that `make` returns, if it multiplies alike."""
-    codes, dtype = module.codes, module.weight.dtype
+    codes = module.codes
     assert codes is not None
+    exact = partial(widened_product, codes)
+    found = _tried(
+        make, exact, codes, module.weight.dtype, other=None, name=name, most_error=most_error
+    )
+    if found is None:
+        return False
+    module.multiply, module.product_name = found, name
+    return True
+
+
+def _tried(
+    make: Callable[[], _Product],
+    exact: Callable[[Tensor, Any], Tensor],
+    codes: Codes,
+    dtype: torch.dtype,
+    *,
+    other: Tensor | None,
+    name: str,
+    most_error: float,
+) -> _Product | None:
+    """Return the product that `make` returns, if it multiplies like `exact`; None if not.
+
+    `other`: the second argument of both.
+    """
     generator = torch.Generator().manual_seed(0)
-    x_RK = torch.randn(_TRIAL_ROWS, module.in_features, generator=generator)
-    x_RK = x_RK.to(codes.lower.device, dtype)
-    expected = widened_product(codes, x_RK, None).float()
+    x = torch.randn(_TRIAL_ROWS, codes.num_inputs, generator=generator)
+    x = x.to(codes.lower.device, dtype)
+    expected = exact(x, other).float()
     try:
         multiply = make()
-        error = float((multiply(x_RK, None).float() - expected).norm() / expected.norm())
+        error = float((multiply(x, other).float() - expected).norm() / expected.norm())
     except Exception as failure:  # noqa: BLE001  # a library's own, or its compiler's
-        _log.warning("product_failed", weights=module.format, by=name, reason=str(failure)[:200])
-        return False
+        _log.warning("product_failed", weights=codes.name, by=name, reason=str(failure)[:200])
+        return None
     if not error <= most_error:
-        _log.warning("product_wrong", weights=module.format, by=name, error=error, most=most_error)
-        return False
-    module.multiply, module.product_name = multiply, name
-    return True
+        _log.warning("product_wrong", weights=codes.name, by=name, error=error, most=most_error)
+        return None
+    return multiply
 
 
 def products_text(model: nn.Module) -> str:
@@ -182,7 +239,9 @@ def products_text(model: nn.Module) -> str:
                 lacks_library |= not humming.is_there() and humming.could_serve(module.codes)
         elif isinstance(module, StoredExperts):
             for codes in (each for parts in module.matrices.values() for each in parts):
-                found["", f"experts in {codes.name}"] += codes.num_bytes
+                found[module.product_name, f"experts in {codes.name}"] += codes.num_bytes
+                if not module.product_name:
+                    lacks_library |= not humming.is_there() and humming.could_serve(codes)
     by_product: dict[str, list[str]] = {}
     for (name, weights), _ in found.most_common():
         by_product.setdefault(name, []).append(weights)

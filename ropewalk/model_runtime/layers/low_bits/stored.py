@@ -9,6 +9,7 @@ K = inputs, N = outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,8 @@ _ALIGNED = 8  # outputs of a grouped product at a time: 16 bytes
 _MOST_MULTIPLIED = 512
 
 Multiply = Callable[[Tensor, Tensor | None], Tensor]  # of inputs and a bias
+# Of rows sorted by expert, [S, K], and the place behind the last row of each expert, int32 [E].
+Grouped = Callable[[Tensor, Tensor], Tensor]
 
 
 def widened_product(codes: Codes, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,14 +42,12 @@ def widened_product(codes: Codes, x: Tensor, bias: Tensor | None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def grouped_product(codes: Codes, x_SK: Tensor, expert_S: Tensor) -> Tensor:
+def grouped_product(codes: Codes, x_SK: Tensor, end_E: Tensor) -> Tensor:
     """Multiply each row by the weight of its expert, [S, K] -> [S, N].
 
     In bfloat16 on Hopper and Blackwell the device is not waited for. torch 2.13 reads the number of
     each expert's rows on the host elsewhere.
     """
-    experts_E = torch.arange(len(codes.lower), dtype=expert_S.dtype, device=x_SK.device)
-    end_E = torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
     place_EK = None if codes.order is None else codes.order.argsort(-1)  # of each input
     parts = []
     for first, end in codes.pieces(_OF_EXPERTS_AT_ONCE, _ALIGNED):
@@ -55,6 +56,12 @@ def grouped_product(codes: Codes, x_SK: Tensor, expert_S: Tensor) -> Tensor:
             weight = weight.gather(-1, place_EK[:, None].expand_as(weight))
         parts.append(nn.functional.grouped_mm(x_SK, weight.mT, offs=end_E))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def ends_of(expert_S: Tensor, num_experts: int) -> Tensor:
+    """Return the place behind the last row of each expert, int32 [E], without a wait."""
+    experts_E = torch.arange(num_experts, dtype=expert_S.dtype, device=expert_S.device)
+    return torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
 
 
 def _without_memory(codes: Codes, dtype: torch.dtype) -> nn.Parameter:
@@ -119,6 +126,8 @@ class StoredExperts(Replacement):
         """Keep the codes [E, N, K], by the names of the original's parameters, which are freed."""
         super().__init__(original)
         self.matrices = matrices
+        self.product_name = ""  # of other products than those of the widened weights
+        self._products: Mapping[str, Sequence[Grouped]] = {}
         for name in matrices:
             setattr(original, name, placeholder(getattr(original, name)))
         # So that the parameters left are the model's, and move to its device.
@@ -135,10 +144,18 @@ class StoredExperts(Replacement):
         """Return the name of the first product's matrix."""
         return "gate_up_proj" if self.has_gate else "up_proj"
 
+    def use(self, products: Mapping[str, Sequence[Grouped]], name: str) -> None:
+        """Multiply by other products of all parts, from now on. They have taken the codes."""
+        self._products, self.product_name = products, name
+        self.matrices = {
+            key: tuple(each.each(lambda tensor: tensor.to("meta")) for each in parts)
+            for key, parts in self.matrices.items()
+        }
+
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each row, [R, K], [R, C], [R, C] -> [R, K]."""
         num_rows, num_choices = top_k_index.shape
-        if num_rows > _MOST_MULTIPLIED:
+        if self._products or num_rows > _MOST_MULTIPLIED:
             return self._sorted(x, top_k_index, top_k_weights.float())
         out_RK = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if num_rows * num_choices < self.num_experts:
@@ -159,15 +176,19 @@ class StoredExperts(Replacement):
         """Compute the experts with the choices of all rows sorted by expert."""
         expert_S, choice_S = choice_RC.flatten().sort()
         row_S, place_RC = choice_S // choice_RC.shape[1], choice_S.argsort().view(choice_RC.shape)
-        x_SK = x.index_select(0, row_S)
-        for name in (self.first_name, "down_proj"):
-            if name == "down_proj":
-                x_SK = self._between(x_SK)
-            parts = [grouped_product(each, x_SK, expert_S) for each in self.matrices[name]]
-            x_SK = self._with_bias(name, expert_S, parts)
+        end_E = ends_of(expert_S, self.num_experts)
+
+        def multiplied(name: str, x_SK: Tensor) -> Tensor:
+            products = self._products.get(name) or [
+                partial(grouped_product, each) for each in self.matrices[name]
+            ]
+            return self._with_bias(name, expert_S, [each(x_SK, end_E) for each in products])
+
+        between = self._between(multiplied(self.first_name, x.index_select(0, row_S)))
+        out_SK = multiplied("down_proj", between)
         out_RK = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for place_R, share_R in zip(place_RC.t(), share_RC.t(), strict=True):
-            out_RK += x_SK.index_select(0, place_R) * share_R[:, None]
+            out_RK += out_SK.index_select(0, place_R) * share_R[:, None]
         return out_RK.to(x.dtype)
 
     def _expert(self, expert: int | Tensor, x: Tensor) -> Tensor:
@@ -194,18 +215,19 @@ class StoredExperts(Replacement):
         self, generator: torch.Generator, dtype: torch.dtype | None
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return a forward with experts that are all equal, for a probe (random_numbers.py)."""
-        matrices = []
+        drawn = []
         for name in (self.first_name, "down_proj"):
             parts = self.matrices[name]
             num_outputs, num_inputs = sum(each.num_outputs for each in parts), parts[0].num_inputs
-            drawn = torch.randn(num_outputs + num_inputs, generator=generator) * num_inputs**-0.5
-            # Each row begins one number further on, so that layers together take no memory.
-            drawn = drawn.to(parts[0].lower.device)
-            matrices.append(drawn.as_strided((num_outputs, num_inputs), (1, 1)))
+            numbers = torch.randn(num_outputs + num_inputs, generator=generator)
+            drawn.append((numbers * num_inputs**-0.5, (num_outputs, num_inputs)))
 
         def forward(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             del top_k_index
-            first, second = matrices
+            # Each row begins one number further on, so that layers together take no memory.
+            first, second = (
+                numbers.to(x.device).as_strided(shape, (1, 1)) for numbers, shape in drawn
+            )
             out = nn.functional.linear(
                 self._between(nn.functional.linear(x.float(), first)), second
             )

@@ -22,6 +22,7 @@ from ropewalk.model_runtime.formats.codes import unpacked as unpacked_codes
 from ropewalk.model_runtime.formats.gguf.gguf_blocks import unpacked
 from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
 from ropewalk.model_runtime.layers.low_bits import executors, humming, stored
+from ropewalk.model_runtime.layers.low_bits.executors import products_text
 from ropewalk.model_runtime.layers.low_bits.stored import (
     StoredEmbedding,
     StoredExperts,
@@ -217,7 +218,7 @@ def test_sorted_rows_are_multiplied_by_experts_with_an_order_of_their_own(
     linears.append(layers[1].self_attn.k_proj)
     codes = stacked([each.codes for each in linears])
     x_SK, expert_S = torch.randn(7, codes.num_inputs), torch.tensor([0, 0, 0, 2, 2, 2, 2])
-    found = stored.grouped_product(codes, x_SK, expert_S)
+    found = stored.grouped_product(codes, x_SK, stored.ends_of(expert_S, 3))
     expected = torch.cat([linears[0](x_SK[:3]), linears[2](x_SK[3:])])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -315,12 +316,64 @@ def test_a_librarys_product_is_used_if_its_figures_are_those_of_the_widened_weig
 
     monkeypatch.setattr(humming, "product", product)
     executors.choose_products(model)
-    text = executors.products_text(model)
+    text = products_text(model)
     module = model.model.layers[0].self_attn.q_proj
     is_taken = factor == 1.001
     assert (module.codes is None) == is_taken
     assert ("by humming-kernels" in text) == is_taken
     assert ("widened" in text) == (not is_taken)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_librarys_product_of_experts_takes_the_codes_of_a_layer(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts are right, or the widened weights serve; it multiplies any number of rows."""
+    is_right = factor == 1.0
+    folder, expected = gpt_oss(tmp_path)
+    model = held(folder)
+    monkeypatch.setattr(executors, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(humming, "is_there", lambda: True)
+    expected_bytes = storage_of(model).expert_bytes
+    rows = []
+
+    def product(codes: Any, _: torch.dtype) -> Any:
+        is_down = codes.num_inputs == 64  # an expert has 64 numbers between its products
+
+        def multiply(x_SK: Tensor, end_E: Tensor) -> Tensor:
+            rows.append(len(x_SK))
+            return stored.grouped_product(codes, x_SK, end_E) * (factor if is_down else 1.0)
+
+        return multiply
+
+    monkeypatch.setattr(humming, "product_of_experts", product)
+    executors.choose_products(model)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.matrices["down_proj"][0].lower.is_meta == is_right
+    assert experts.product_name == (humming.NAME if is_right else "")
+    assert storage_of(model).expert_bytes == expected_bytes
+    assert f"experts in mxfp4 {'by humming' if is_right else 'widened'}" in products_text(model)
+    rows.clear()
+    for num_tokens in (1, 24):
+        assert_same_model(model, expected.eval(), num_tokens)
+    assert bool(rows) == is_right
+
+
+def test_the_librarys_tensors_hold_the_codes_of_mxfp4(tmp_path: Path) -> None:
+    """Shapes and words as humming 0.1.20 has them; GGUF's codes of MXFP4 are others."""
+    experts = held(gpt_oss(tmp_path)[0]).model.layers[0].mlp.experts
+    (codes,) = experts.matrices["gate_up_proj"]
+    assert humming.could_serve(codes)
+    config, tensors = humming._stored(codes, torch.bfloat16)
+    assert config == {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}
+    shape = experts.num_experts, codes.num_outputs
+    assert tensors["weight"].shape == (*shape, codes.num_inputs // 8)
+    assert tensors["weight_scale"].shape == (*shape, codes.num_inputs // 32)
+    assert tensors["weight_scale"].dtype == torch.float8_e8m0fnu
+    rows = random_rows("MXFP4", 64, 128)
+    kind = BY_TYPE["MXFP4"]
+    other = blocks_as_codes(kind, (64, 128), [(0, unpacked(rows, "MXFP4"))], CPU)
+    assert not humming.could_serve(other)
 
 
 def test_the_librarys_tensors_hold_the_codes_of_the_file(tmp_path: Path) -> None:
