@@ -149,13 +149,9 @@ class Codes:
             else:
                 out_OI[..., first:end, self.order] = piece
 
-    def pieces(self, at_once: int, aligned: int = 1) -> Iterator[tuple[int, int]]:
-        """Yield ranges of outputs that have about so many numbers, of all experts if there are any.
-
-        The ranges but for the last are multiples of `aligned`.
-        """
-        num_experts = self.lower.shape[:-2].numel()
-        step = max(1, at_once // (num_experts * self.num_inputs * aligned)) * aligned
+    def pieces(self, at_once: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of outputs that have about so many numbers, of all experts if there are."""
+        step = max(1, at_once // (self.lower.shape[:-2].numel() * self.num_inputs))
         for first in range(0, self.num_outputs, step):
             yield first, min(self.num_outputs, first + step)
 

@@ -21,7 +21,6 @@ from ropewalk.model_runtime.layers.replace_modules import Replacement
 
 _AT_ONCE = 1 << 24  # numbers that are widened to scratch at a time
 _OF_EXPERTS_AT_ONCE = 1 << 26  # numbers of all experts
-_ALIGNED = 8  # outputs of a grouped product at a time: 16 bytes
 # Rows that all experts multiply, so that a decode can be captured on any card. It takes less time
 # than widening the experts.
 _MOST_MULTIPLIED = 512
@@ -50,7 +49,7 @@ def grouped_product(codes: Codes, x_SK: Tensor, end_E: Tensor) -> Tensor:
     """
     place_EK = None if codes.order is None else codes.order.argsort(-1)  # of each input
     parts = []
-    for first, end in codes.pieces(_OF_EXPERTS_AT_ONCE, _ALIGNED):
+    for first, end in codes.pieces(_OF_EXPERTS_AT_ONCE):
         weight = codes.widened(x_SK.dtype, first, end)
         if place_EK is not None:
             weight = weight.gather(-1, place_EK[:, None].expand_as(weight))

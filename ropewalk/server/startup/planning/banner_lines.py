@@ -340,8 +340,8 @@ def _weight_lines(
     rounded = "int8" if low_bits is not None and low_bits.is_rounding else settings.activations
     if rounded in {"int8", "fp8"}:
         distance = _MEASURED if loaded is None else loaded.rounding
-        cell = "row" if rounded == "fp8" else f"{INT8.group} inputs"
-        text = f"{rounded} with a scale for each {cell}; {distance}"
+        cells = {"fp8": "row, or 128 inputs of it", "int8": f"{INT8.group} inputs"}
+        text = f"{rounded} with a scale for each {cells[rounded]}; {distance}"
         if settings.activations == "auto":
             text += "; --activations exact rounds none"
         lines.append(f"  activations      {text}")
