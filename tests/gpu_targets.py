@@ -238,7 +238,7 @@ def _compile_exact() -> None:
         for num_rows in (16, 17):
             tiles = row_tiles(torch.zeros(num_rows, dtype=torch.int64), 1)
             x_RK = weight_NK.new_zeros(num_rows, num_inputs)
-            expert_products(x_RK, weight_NK[None], None, tiles)
+            expert_products(x_RK, (weight_NK[None],), None, tiles)
 
 
 def _compile_reads(cases: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,19 @@ from ropewalk.model_runtime.engine.build_engine import build_runner, draft_token
 from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.loading import install_forward, self_check
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.layers.low_bits import executors, humming
+from ropewalk.model_runtime.layers.low_bits.stored import StoredExperts, StoredLinear
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.low_bits.sizes import Weights
 from ropewalk.model_runtime.probing.untouched import LONG_LEN
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
 from ropewalk.rope import Linear, Profile, Unscaled
+from tests.checkpoints.quantised_cases import case
+from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import (
     EngineFactory,
+    Preemptions,
     answer,
     deployment_of,
     request,
@@ -32,16 +39,22 @@ from tests.oracles.triton_attention import load_exactly
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="tests/gpu serves compiled kernels")
 EAGER: dict[str, Any] = {"enforce_eager": True}
+SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, num_rope_tables=2)
+
+
+def load_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models load as on a GPU; one step of the check is as good as seven."""
+    load_exactly(monkeypatch)
+    for module in (self_check, install_forward):
+        monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 1)
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> Checkpoint:
     """A tiny model, as a GPU serves it with exact_batches."""
-    load_exactly(monkeypatch)
-    for module in (self_check, install_forward):  # one step of the check is as good as seven
-        monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 1)
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
-    return tiny_checkpoint(name, num_hidden_layers=num_layers, exact_batches=True, **sizes)
+    load_soon(monkeypatch)
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": 32}
+    return tiny_checkpoint(name, exact_batches=True, **SMALL, **sizes)
 
 
 def some_requests(checkpoint: Checkpoint) -> list[Request]:
@@ -53,31 +66,61 @@ def some_requests(checkpoint: Checkpoint) -> list[Request]:
         request(
             deployment,
             [*start[:common], *(draw.randrange(2, 150) for _ in range(num))],
-            max_tokens=3,
+            max_tokens=4,
             temperature=temperature,
             seed=num,
             logprobs=3,
             prompt_logprobs=scored,
         )
         for common, num, temperature, scored in (
-            (17, 5, 0.0, None),
-            (0, 6, 0.9, 2),
+            (17, 14, 0.0, None),
+            (0, 15, 0.9, 2),
             (17, 60, 0.9, None),
         )
     ]
 
 
 def test_short_beside_long(monkeypatch: pytest.MonkeyPatch, engines: EngineFactory) -> None:
-    """Alone and together, in chunks, from a cached prefix, and with drafts."""
+    """Alone and together, in chunks, from a cached prefix, with drafts, and preempted."""
     checkpoint = loaded(monkeypatch, "llama", 1)
     assert checkpoint.report.bitwise
     asked = EngineConfig(kv_cache_tokens=64, max_model_len=64, max_draft_tokens=None)
     assert draft_tokens(checkpoint, asked) == DEFAULT_DRAFT_TOKENS
     requests = some_requests(checkpoint)
     expected = engines.alone(checkpoint, requests, **EAGER)
-    engine = engines.over(checkpoint, max_num_batched_tokens=24, max_draft_tokens=None, **EAGER)
+    preemptions = Preemptions()
+    few = {"kv_cache_tokens": 7 * 16, "max_model_len": 7 * 16, "max_num_batched_tokens": 48}
+    engine = engines.over(checkpoint, observer=preemptions, max_draft_tokens=None, **few, **EAGER)
     assert answer(engine, *requests) == expected
+    assert preemptions.num
     assert answer(engine, some_requests(checkpoint)[2]) == expected[2:], "cached"
+
+
+def test_weights_in_few_bits(
+    monkeypatch: pytest.MonkeyPatch, engines: EngineFactory, tmp_path: Path
+) -> None:
+    """The bits of the dequantised model, alone and together, and no library's product."""
+    load_soon(monkeypatch)
+    monkeypatch.setattr(executors, "DEVICE_TYPE", "cpu")
+    for name in ("is_there", "could_serve"):
+        monkeypatch.setattr(humming, name, lambda *_: True)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 64}
+    model = tiny_model("qwen3_moe", **SMALL, **sizes, vocab_size=256)
+    folder = case("fp8-experts").write(tmp_path / "quantised", model).folder
+    weights: tuple[Weights, Weights] = ("dequantised", "stored")
+    dequantised, stored = (
+        load_checkpoint(folder, dtype="float32", device="cpu", weights=each, exact_batches=True)
+        for each in weights
+    )
+    assert stored.report.bitwise
+    held = [each for each in stored.model.modules() if isinstance(each, StoredLinear)]
+    assert held
+    assert all(each.codes is not None for each in held)
+    assert any(isinstance(each, StoredExperts) for each in stored.model.modules())
+    requests = some_requests(stored)[:2]
+    expected = engines.alone(dequantised, requests, **EAGER)
+    assert engines.alone(stored, requests, **EAGER) == expected
+    assert answer(engines.over(stored, **EAGER), *requests) == expected
 
 
 @pytest.mark.long

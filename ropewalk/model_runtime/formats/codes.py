@@ -59,6 +59,11 @@ class Codes:
     order: Tensor | None = None  # the input that each column multiplies, if they have an own order
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Return that of the numbers, [..., N, K]."""
+        return *self.lower.shape[:-1], self.num_inputs
+
+    @property
     def group(self) -> int:
         """Return the inputs that share all of scale, zero and minimum."""
         columns = [each.columns for each in self._cells() if each.columns]
@@ -106,8 +111,14 @@ class Codes:
     def expert(self, index: int | Tensor) -> Self:
         """Return the codes of one expert; `index` may be on the device, [1]."""
         if isinstance(index, Tensor):
-            return self.each(lambda each: _selected(each, index)[0], shared=False)
+            return self.experts(index).expert(0)
         return self.each(lambda each: each[index], shared=False)
+
+    def experts(self, index: Tensor | slice) -> Self:
+        """Return the codes of some experts; a tensor on the device may name one several times."""
+        if isinstance(index, slice):
+            return self.each(lambda each: each[index], shared=False)
+        return self.each(lambda each: _selected(each, index), shared=False)
 
     def at(self, outputs: Tensor) -> Self:
         """Return the codes of some outputs, which have scales of their own."""
@@ -140,14 +151,18 @@ class Codes:
             torch.mul(q, of(self.scale), out=out)
         return out.reshape(*shape[:-2], self.num_inputs)
 
+    def in_order(self, dtype: torch.dtype, first: int = 0, end: int | None = None) -> Tensor:
+        """Return the numbers of outputs from `first` on, in the order of the inputs."""
+        numbers = self.widened(dtype, first, end)
+        if self.order is None:
+            return numbers
+        place = self.order[..., None, :].expand_as(numbers)
+        return torch.empty_like(numbers).scatter_(-1, place, numbers)
+
     def fill(self, out_OI: Tensor, at_once: int) -> None:
         """Write the whole weight to a tensor in the order of the inputs, a piece at a time."""
         for first, end in self.pieces(at_once):
-            piece = self.widened(out_OI.dtype, first, end)
-            if self.order is None:
-                out_OI[..., first:end, :] = piece
-            else:
-                out_OI[..., first:end, self.order] = piece
+            out_OI[..., first:end, :] = self.in_order(out_OI.dtype, first, end)
 
     def pieces(self, at_once: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of outputs that have about so many numbers, of all experts if there are."""

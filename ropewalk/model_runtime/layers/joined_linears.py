@@ -19,7 +19,7 @@ def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return torch.cat([linear.weight.detach() for linear in linears]), merged_bias(linears)
 
 
-def merged_bias(linears: Sequence[nn.Linear | LowBitLinear]) -> Tensor | None:
+def merged_bias(linears: Sequence[Any]) -> Tensor | None:
     """Concatenate biases; a linear without one gets zeros if another has one."""
     if all(linear.bias is None for linear in linears):
         return None
@@ -40,11 +40,14 @@ def can_join(modules: Sequence[Any]) -> bool:
 
     Floats beside few bits get panels (packed_linear.py).
     """
-    if not all(map(is_linear, modules)):
-        return False
-    dtypes = {module.weight.dtype for module in modules}
-    weights = {id(module.weight) for module in modules}
-    return len(dtypes) == 1 and len(weights) == len(modules)
+    return all(map(is_linear, modules)) and are_alike(modules)
+
+
+def are_alike(linears: Sequence[Any]) -> bool:
+    """Return whether linears have one dtype, and no two use the same weight."""
+    dtypes = {module.weight.dtype for module in linears}
+    weights = {id(module.weight) for module in linears}
+    return len(dtypes) == 1 and len(weights) == len(linears)
 
 
 def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

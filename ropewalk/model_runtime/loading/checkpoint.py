@@ -358,7 +358,7 @@ def prepare_model(
         division.divide(model)
         plans = plans_of_part(model, plans)
     is_packed = has_cpu_kernels(parameter.device)
-    if not is_packed:
+    if not (is_packed or exact_batches):
         choose_products(model, keeps_fp8=activations == "fp8")
     program = None
     forward: Any = None

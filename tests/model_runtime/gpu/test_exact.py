@@ -50,7 +50,7 @@ def test_a_product_is_exact_and_a_row_has_its_bits_at_any_number(dtype: torch.dt
         if bias_N is not None:
             expected_RN += bias_N.double()
         assert relative_error(got_RN, expected_RN) < (1e-6 if dtype == torch.float32 else 4e-3)
-        assert product.find_fault([(weight_NK, bias_N)]) is None
+        assert product.find_fault([((weight_NK,), bias_N)], x_RK) is None
 
 
 def test_a_product_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_product_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         multiply_into(out, x_RK, *others)
 
     monkeypatch.setattr(product, "multiply_into", by_rows)
-    found = product.find_fault([(weight_NK, None)])
+    found = product.find_fault([((weight_NK,), None)], weight_NK)
     assert found == "a product of 512 inputs and 48 outputs"
 
 
@@ -158,7 +158,7 @@ def test_experts_are_those_of_the_model() -> None:
             expected_RK = torch_forward(x_RK, index_RC, weight_RC)
             exact = ExactExperts(experts)
             assert torch.allclose(exact(x_RK, index_RC, weight_RC), expected_RK, atol=1e-5)
-            assert exact.find_fault() is None
+            assert exact.find_fault(x_RK) is None
 
 
 def test_a_model_whose_sums_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,7 @@ def test_exact_batches_on_a_gpu_refuses_what_has_other_orders_of_sums(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     for given, told in (
         ({"kv_cache_dtype": "fixed8"}, "needs kv_cache_dtype auto, got fixed8"),
+        ({"activations": "int8"}, "needs activations exact, got int8"),
         ({"tensor_parallel_size": "2"}, "needs tensor_parallel_size 1, got 2"),
         ({"allowed_positions": "rerope"}, "serves the position method rerope"),
     ):

@@ -1,6 +1,6 @@
 """A model's list of launches whose rows have the same bits in any batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,29 +10,37 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu.exact.mixtures import is_exact, take_over
-from ropewalk.model_runtime.gpu.exact.product import find_fault, leave_out_least, multiply_into
+from ropewalk.model_runtime.gpu.exact.product import (
+    Weight,
+    find_fault,
+    leave_out_least,
+    multiply_into,
+    product_of,
+)
 from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
 from ropewalk.model_runtime.gpu.program.trace import traced
-from ropewalk.model_runtime.layers.joined_linears import joined_weight
+from ropewalk.model_runtime.layers.joined_linears import joined_weight, merged_bias
+from ropewalk.model_runtime.layers.low_bits.stored import StoredLinear
 from ropewalk.model_runtime.tracing.operations import Call, Linears, Trace, UntraceableError
 
 
 @torch.inference_mode()
 def exact_forward(model: Any, plans: Mapping[int, LayerPlan]) -> FlatForward:
-    """Return this forward for a model, and take its mixtures over, in place.
+    """Return this forward for a model, and take its mixtures and stored linears over, in place.
 
     Raises ModelError if a part of the model, or the device, gives a row other bits in other
     batches.
     """
     mixtures = take_over(model)
-    weights: list[tuple[Tensor, Tensor | None]] = []
+    for module in model.modules():
+        if isinstance(module, StoredLinear):  # in a mixture it is called as a module
+            module.multiply = partial(_product_of_codes, module)
+    products: list[tuple[Sequence[Weight], Tensor | None]] = []
 
     def multiply(linears: Linears) -> Callable[..., None]:
-        if not all(type(each) is nn.Linear for each in linears.modules):
-            raise UntraceableError("has quantised weights (weights: dequantised serves them)")
-        weights.append(joined_weight(linears.modules))
-        weight_NK, bias_N = weights[-1]
-        return partial(multiply_into, weight_NK=weight_NK, bias_N=bias_N)
+        weights, bias_N = _weights_of(linears.modules)
+        products.append((weights, bias_N))
+        return partial(multiply_into, weights=weights, bias_N=bias_N)
 
     try:
         trace = traced(model, plans)
@@ -44,7 +52,8 @@ def exact_forward(model: Any, plans: Mapping[int, LayerPlan]) -> FlatForward:
         ) from error
 
     def fault_of_forms() -> str | None:
-        faults = (find_fault(weights), *(each.find_fault() for each in mixtures))
+        like = next(model.parameters())
+        faults = (find_fault(products, like), *(each.find_fault(like) for each in mixtures))
         return next((each for each in faults if each is not None), None)
 
     fault = fault_of_forms()
@@ -56,6 +65,22 @@ def exact_forward(model: Any, plans: Mapping[int, LayerPlan]) -> FlatForward:
             f"exact_batches is not served on this GPU: {fault} has other bits in a larger batch"
         )
     return forward
+
+
+def _weights_of(linears: Sequence[Any]) -> tuple[Sequence[Weight], Tensor | None]:
+    """Return the weights of linears and their bias: codes that stay so, or all weights as one."""
+    if all(type(each) is nn.Linear for each in linears):
+        weight_NK, bias_N = joined_weight(linears)
+        return (weight_NK,), bias_N
+    weights = [
+        each.codes if isinstance(each, StoredLinear) else each.weight.detach() for each in linears
+    ]
+    return weights, merged_bias(linears)
+
+
+def _product_of_codes(linear: StoredLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    assert linear.codes is not None, "a library has taken them"
+    return product_of(x, linear.codes, bias)
 
 
 def _check_calls(trace: Trace) -> None:

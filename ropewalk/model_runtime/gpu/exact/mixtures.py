@@ -7,16 +7,22 @@ row's experts are added in the order of its choices. Nothing waits for the devic
 Shapes: R = rows, C = choices of a row, P = R x C pairs, E = experts, K = inputs, N = outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ropewalk.model_runtime.gpu.exact.product import expert_products, product_of, row_tiles
+from ropewalk.model_runtime.gpu.exact.product import (
+    Weight,
+    expert_products,
+    product_of,
+    row_tiles,
+)
 from ropewalk.model_runtime.layers.experts.low_bit import is_experts
 from ropewalk.model_runtime.layers.experts.top_k import TOP_K, first_top_k
+from ropewalk.model_runtime.layers.low_bits.stored import StoredExperts
 
 _MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
 _MATRIX_DIMS = 2
@@ -63,11 +69,19 @@ class ExactExperts:
         own = self._own
         num_rows, num_choices = index_RC.shape
         expert_P, order_P = torch.sort(index_RC.reshape(-1), stable=True)
-        tiles = row_tiles(expert_P, len(own.down_proj))
+        num_experts, chosen_P = len(own.down_proj), None
+        if isinstance(own, StoredExperts) and len(expert_P) <= num_experts:
+            # Only experts that are chosen are widened, each for one pair.
+            chosen_P, num_experts = expert_P, len(expert_P)
+            expert_P = torch.arange(num_experts, device=expert_P.device)
+        tiles = row_tiles(expert_P, num_experts)
         first = "gate_up_proj" if own.has_gate else "up_proj"
-        both_PN = expert_products(x_RK[order_P // num_choices], *self._matrix(first), tiles)
+        x_PK = x_RK[order_P // num_choices]
+        both_PN = expert_products(x_PK, *self._matrix(first, chosen_P), tiles)
         inner = own._apply_gate(both_PN) if own.has_gate else own.act_fn(both_PN)  # noqa: SLF001
-        out_PK = expert_products(inner.contiguous(), *self._matrix("down_proj"), tiles)
+        out_PK = expert_products(
+            inner.contiguous(), *self._matrix("down_proj", chosen_P), tiles
+        )
         part_PK = out_PK.float() * weight_RC.reshape(-1)[order_P, None].float()
         placed_PK = torch.empty_like(part_PK).index_copy_(0, order_P, part_PK)
         of_choice = placed_PK.view(num_rows, num_choices, -1).unbind(1)
@@ -76,24 +90,32 @@ class ExactExperts:
             total_RK = total_RK + part_RK
         return total_RK.to(x_RK.dtype)
 
-    def _matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return a matrix of all experts, [E, N, K], and its biases [E, N]."""
+    def _matrix(
+        self, name: str, chosen_P: Tensor | None
+    ) -> tuple[Sequence[Weight], Tensor | None]:
+        """Return a matrix of all experts, [E, N, K], and its biases [E, N]; or of some experts."""
         own = self._own
-        weight = getattr(own, name).detach()
         bias_EN = getattr(own, f"{name}_bias").detach() if own.has_bias else None
-        return weight.transpose(1, 2) if own.is_transposed else weight, bias_EN
+        if not isinstance(own, StoredExperts):
+            weight = getattr(own, name).detach()
+            return (weight.transpose(1, 2) if own.is_transposed else weight,), bias_EN
+        matrices = own.matrices[name]
+        if chosen_P is not None:
+            matrices = tuple(each.experts(chosen_P) for each in matrices)
+            bias_EN = None if bias_EN is None else bias_EN[chosen_P]
+        return matrices, bias_EN
 
-    def find_fault(self) -> str | None:
+    def find_fault(self, like: Tensor) -> str | None:
         """Return what has other bits in a larger batch, by a trial; None: nothing has.
 
-        Both forms of the products are compiled on the way.
+        Both forms of the products are compiled on the way. `like`: has the device and the number
+        type of rows.
         """
-        weight_ENK, _ = self._matrix("gate_up_proj" if self._own.has_gate else "up_proj")
-        num_experts, _, num_inputs = weight_ENK.shape
-        device, num_rows = weight_ENK.device, 16 * num_experts + 1
+        weights, _ = self._matrix("down_proj", None)
+        num_experts, num_inputs = weights[0].shape[0], sum(each.shape[1] for each in weights)
+        device, num_rows = like.device, 16 * num_experts + 1
         generator = torch.Generator(device).manual_seed(0)
-        x_RK = torch.randn(num_rows, num_inputs, generator=generator, device=device)
-        x_RK = x_RK.to(weight_ENK.dtype)
+        x_RK = torch.randn(num_rows, num_inputs, generator=generator, device=device).to(like.dtype)
         index_R1 = (torch.arange(num_rows, device=device) * 7 // 3 % num_experts)[:, None]
         weight_R1 = torch.ones_like(index_R1, dtype=x_RK.dtype)
         whole_RK = self(x_RK, index_R1, weight_R1)

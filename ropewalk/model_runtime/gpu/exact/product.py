@@ -5,6 +5,9 @@ weight's shape alone. The inputs are cut into parts, a part is summed from its f
 last one, and then the parts are added in order. Few rows have a program for each part, so that all
 processors read the weight. Many rows have one program for all parts, and no partial sums in memory.
 
+Weights in few bits are widened to scratch, some outputs or experts at a time, and then multiplied.
+Their rows have the bits of the dequantised weights.
+
 The number of rows decides how many of them a program holds, its form. Forms with 64 rows and more
 have the same instructions, and that with 16 may have others. A trial at load (`find_fault`) decides
 whether a row has the same bits in all of them on the card that is there. If not, then the form with
@@ -13,7 +16,8 @@ whether a row has the same bits in all of them on the card that is there. If not
 Shapes: R = rows, K = inputs, N = outputs, P = parts, T = tiles of rows, E = experts.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -21,6 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.model_runtime.formats.codes import Codes
 from ropewalk.model_runtime.gpu.launch import is_interpreted, jit
 from ropewalk.model_runtime.gpu.primitives import product
 
@@ -28,6 +33,7 @@ _COLUMNS = 64  # outputs of a program with few rows, by which the parts are coun
 _STEP_BYTES = 128  # inputs of a row that are multiplied at once
 _LEAST_INPUTS = 256  # of a part
 _PROGRAMS = 256  # that read a weight; about two for each processor of a large card
+_AT_ONCE = 1 << 24  # numbers that are widened to scratch at a time
 _SUMMED = 1024  # numbers of a program that adds parts
 _SUM_WARPS = 4
 _GROUP = tl.constexpr(8)  # tiles of rows whose programs read the same outputs' weights in turn
@@ -47,18 +53,21 @@ _MOST_APART = 512  # rows whose parts are summed in programs of their own
 # One, and around each number where another form or another way begins.
 _TRIED = (1, 16, 17, 64, 65, _MOST_APART, _MOST_APART + 1)
 
+Weight = Tensor | Codes  # [..., N, K]
 
-@jit("tiles", "num_rows", "num_row_tiles")
+
+@jit("tiles", "num_rows", "num_row_tiles", "first_expert", "num_experts")
 def _multiply(
-    x, weight, bias, out, tiles, num_rows, num_row_tiles, x_r, out_r,
-    weight_e, weight_n, weight_k,
+    x, weight, bias, out, tiles, num_rows, num_row_tiles, first_expert, num_experts,
+    x_r, out_r, weight_e, weight_n, weight_k,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     APART: tl.constexpr, BIASED: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some rows and some outputs. APART: one part, whose sum is stored in float32.
 
-    GROUPED: tiles of rows have an expert each, its first row, and the row after its last one.
+    GROUPED: tiles of rows have an expert each, its first row, and the row after its last one. The
+    weight is that of some experts.
     """
     # Programs that run at the same time share rows and weights in the L2 cache.
     place = tl.program_id(0)
@@ -69,12 +78,13 @@ def _multiply(
     row_tile, column_tile = group * _GROUP + within % in_group, within // in_group
     first_row, end_row = row_tile * ROWS, num_rows
     if GROUPED:
-        weight += tl.load(tiles + 3 * row_tile) * weight_e
-        bias += tl.load(tiles + 3 * row_tile) * OUTPUTS
+        expert = tl.load(tiles + 3 * row_tile) - first_expert
         first_row = tl.load(tiles + 3 * row_tile + 1).to(tl.int32)
         end_row = tl.load(tiles + 3 * row_tile + 2).to(tl.int32)
-        if first_row >= end_row:
+        if (first_row >= end_row) | (expert < 0) | (expert >= num_experts):
             return
+        weight += expert * weight_e
+        bias += expert * OUTPUTS
     r, n = first_row + tl.arange(0, ROWS), column_tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, STEP)
     # Rows and outputs behind the last one are computed, and not stored.
@@ -133,16 +143,39 @@ def num_parts(num_outputs: int, num_inputs: int) -> int:
     return parts
 
 
-def multiply_into(out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+def multiply_into(
+    out_RN: Tensor, x_RK: Tensor, weights: Sequence[Weight], bias_N: Tensor | None
+) -> None:
     """Write x @ weight.T + bias, summed in float32 and rounded once.
 
-    The numbers of a row of x, of the weight and of the output are neighbours.
+    The outputs of several weights follow each other. The numbers of a row of x, of a weight and of
+    the output are neighbours.
     """
-    num_rows, (num_outputs, num_inputs) = len(x_RK), weight_NK.shape
-    if not num_rows:
+    if not len(x_RK):
         return
+    parts, first = num_parts(out_RN.shape[1], x_RK.shape[1]), 0
+    for weight in weights:
+        for piece_NK in _pieces(weight, x_RK.dtype):
+            end = first + len(piece_NK)
+            bias = None if bias_N is None else bias_N[first:end]
+            _multiply_piece(out_RN[:, first:end], x_RK, piece_NK, bias, parts)
+            first = end
+
+
+def _pieces(weight: Weight, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the numbers of a weight, some outputs at a time if they are widened."""
+    if isinstance(weight, Tensor):
+        yield weight
+        return
+    for first, end in weight.pieces(_AT_ONCE):
+        yield weight.in_order(dtype, first, end)
+
+
+def _multiply_piece(
+    out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, parts: int
+) -> None:
+    num_rows, (num_outputs, num_inputs) = len(x_RK), weight_NK.shape
     form = next((each for each in _forms if num_rows <= each.rows), _forms[-1])
-    parts = num_parts(num_outputs, num_inputs)
     is_apart = parts > 1 and num_rows <= _MOST_APART
     target, bias = out_RN, out_RN if bias_N is None else bias_N
     if is_apart:
@@ -150,8 +183,8 @@ def multiply_into(out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, bias_N: Tenso
     row_tiles = -(-num_rows // form.rows)
     programs = row_tiles * -(-num_outputs // form.columns)
     _multiply[(programs, parts if is_apart else 1)](
-        x_RK, weight_NK, bias, target, bias, num_rows, row_tiles, x_RK.stride(0),
-        out_RN.stride(0), 0, *weight_NK.stride(),
+        x_RK, weight_NK, bias, target, bias, num_rows, row_tiles, 0, 0,
+        x_RK.stride(0), out_RN.stride(0), 0, *weight_NK.stride(),
         INPUTS=num_inputs, OUTPUTS=num_outputs, PARTS=parts, STEP=_step(x_RK),
         ROWS=form.rows, COLUMNS=form.columns,
         APART=is_apart, BIASED=bias_N is not None, GROUPED=False, WIDE=_is_wide(x_RK),
@@ -174,14 +207,14 @@ def _is_wide(x_RK: Tensor) -> bool:
     return is_interpreted() and x_RK.dtype == torch.bfloat16
 
 
-def product_of(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def product_of(x: Tensor, weight: Weight, bias_N: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias for rows [..., K], as torch's `linear` does."""
     rows_RK = x.reshape(-1, x.shape[-1])
     if rows_RK.stride(-1) != 1:
         rows_RK = rows_RK.contiguous()
-    out_RN = x.new_empty(len(rows_RK), len(weight_NK))
-    multiply_into(out_RN, rows_RK, weight_NK, bias_N)
-    return out_RN.view(*x.shape[:-1], len(weight_NK))
+    out_RN = x.new_empty(len(rows_RK), weight.shape[0])
+    multiply_into(out_RN, rows_RK, (weight,), bias_N)
+    return out_RN.view(*x.shape[:-1], weight.shape[0])
 
 
 class RowTiles(NamedTuple):
@@ -210,27 +243,57 @@ def row_tiles(expert_R: Tensor, num_experts: int) -> RowTiles:
 
 
 def expert_products(
-    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, tiles: RowTiles
+    x_RK: Tensor, weights: Sequence[Weight], bias_EN: Tensor | None, tiles: RowTiles
 ) -> Tensor:
-    """Return the product of each row with its expert's weight, [R, N]; the weight may be a view.
+    """Return the product of each row with its expert's weight, [R, N]; a weight may be a view.
 
-    An expert's inputs are one part.
+    The outputs of several weights follow each other. An expert's inputs are one part.
     """
-    (num_rows, num_inputs), num_outputs = x_RK.shape, weight_ENK.shape[1]
+    out_RN = x_RK.new_empty(len(x_RK), sum(each.shape[1] for each in weights))
+    first = 0
+    for weight in weights:
+        end = first + weight.shape[1]
+        bias = None if bias_EN is None else bias_EN[:, first:end].contiguous()
+        for first_expert, piece_ENK in _expert_pieces(weight, x_RK.dtype):
+            own = None if bias is None else bias[first_expert:]
+            _multiply_experts(out_RN[:, first:end], x_RK, piece_ENK, own, tiles, first_expert)
+        first = end
+    return out_RN
+
+
+def _expert_pieces(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield the numbers of some experts, and which is the first; all, if nothing is widened."""
+    if isinstance(weight, Tensor):
+        yield 0, weight
+        return
+    num_experts, *sizes = weight.shape
+    step = max(1, _AT_ONCE // math.prod(sizes))
+    for first in range(0, num_experts, step):
+        yield first, weight.experts(slice(first, first + step)).in_order(dtype)
+
+
+def _multiply_experts(
+    out_RN: Tensor,
+    x_RK: Tensor,
+    weight_ENK: Tensor,
+    bias_EN: Tensor | None,
+    tiles: RowTiles,
+    first_expert: int,
+) -> None:
+    """Write the products of the rows whose expert is one of some."""
+    (num_rows, num_inputs), (num_experts, num_outputs, _) = x_RK.shape, weight_ENK.shape
     form = next(each for each in _forms if each.rows == tiles.num_rows)
-    out_RN = x_RK.new_empty(num_rows, num_outputs)
     bias = out_RN if bias_EN is None else bias_EN
     num_tiles = len(tiles.tiles_T3)
     programs = num_tiles * -(-num_outputs // form.columns)
     _multiply[(programs, 1)](
         x_RK, weight_ENK, bias, out_RN, tiles.tiles_T3, num_rows, num_tiles,
-        x_RK.stride(0), out_RN.stride(0), *weight_ENK.stride(),
+        first_expert, num_experts, x_RK.stride(0), out_RN.stride(0), *weight_ENK.stride(),
         INPUTS=num_inputs, OUTPUTS=num_outputs, PARTS=1, STEP=_step(x_RK),
         ROWS=form.rows, COLUMNS=form.columns,
         APART=False, BIASED=bias_EN is not None, GROUPED=True, WIDE=_is_wide(x_RK),
         num_warps=form.num_warps, num_stages=form.num_stages,
     )  # fmt: skip
-    return out_RN
 
 
 def leave_out_least() -> None:
@@ -238,25 +301,31 @@ def leave_out_least() -> None:
     del _forms[:-2]
 
 
-def find_fault(weights: Iterable[tuple[Tensor, Tensor | None]]) -> str | None:
+def find_fault(
+    products: Iterable[tuple[Sequence[Weight], Tensor | None]], like: Tensor
+) -> str | None:
     """Return which product has other bits in a larger batch, by a trial; None: none has.
 
-    Every form is compiled for each shape on the way, so no request waits for that.
+    Every form is compiled for each shape on the way, so no request waits for that. `like`: has the
+    device and the number type of rows.
     """
     tried: set[tuple[object, ...]] = set()
-    for weight_NK, bias_N in weights:
-        kind = (*weight_NK.shape, weight_NK.dtype, bias_N is None)
+    for weights, bias_N in products:
+        shapes = [(type(each), *each.shape) for each in weights]
+        kind = (*shapes, bias_N is None)
         if kind in tried:
             continue
         tried.add(kind)
-        num_outputs, num_inputs = weight_NK.shape
-        generator = torch.Generator(weight_NK.device).manual_seed(0)
+        num_outputs, num_inputs = sum(each.shape[0] for each in weights), weights[0].shape[1]
+        generator = torch.Generator(like.device).manual_seed(0)
         shape = _TRIED[-1], num_inputs
-        x_RK = torch.randn(shape, generator=generator, device=weight_NK.device).to(weight_NK.dtype)
-        whole_RN = product_of(x_RK, weight_NK, bias_N)
+        x_RK = torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+        whole_RN = x_RK.new_empty(len(x_RK), num_outputs)
+        multiply_into(whole_RN, x_RK, weights, bias_N)
         for num in _TRIED[:-1]:
             # The last rows: each is at another place in its tile.
-            found_RN = product_of(x_RK[-num:], weight_NK, bias_N)
+            found_RN = whole_RN.new_empty(num, num_outputs)
+            multiply_into(found_RN, x_RK[-num:], weights, bias_N)
             if not torch.equal(found_RN, whole_RN[-num:]):
                 return f"a product of {num_inputs} inputs and {num_outputs} outputs"
     return None

@@ -204,9 +204,8 @@ def _nothing(*_: Tensor) -> None:
 
 def _product(linears: Linears) -> Callable[..., Any]:
     """Lay out the weight of linears, whose own weights become views of it."""
-    (stored, *_) = linears.modules
-    if isinstance(stored, StoredLinear):  # it is alone
-        return lambda out, x: out.copy_(stored(x))
+    if any(isinstance(each, StoredLinear) for each in linears.modules):
+        return lambda out, x: torch.cat([each(x) for each in linears.modules], dim=-1, out=out)
     weight_NK, bias_N = joined_weight(linears.modules)
     weight_KN = weight_NK.t()
     if bias_N is None:

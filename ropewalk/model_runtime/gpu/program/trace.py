@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan, StateCall
 from ropewalk.model_runtime.gpu.gate import Activation, activation_of
 from ropewalk.model_runtime.gpu.rms_norm import Scale, candidates
-from ropewalk.model_runtime.layers.joined_linears import can_join
+from ropewalk.model_runtime.layers.joined_linears import are_alike
 from ropewalk.model_runtime.layers.low_bits.stored import StoredLinear
 from ropewalk.model_runtime.layers.match_norm import equivalent_norm
 from ropewalk.model_runtime.tracing.operations import Call, Linears, Trace, UntraceableError
@@ -91,7 +91,7 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
                 raise
             whole.add(kind)
         else:
-            merge_products(trace, can_join)
+            merge_products(trace, are_alike)
             join_gates(trace)
             return trace
     raise reason
