@@ -42,7 +42,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "probing": {"attention", "text"},
         "tracing": {"attention"},
         "layers": {"tracing", "probing", "attention", "cpu_kernels", "formats"},
-        "gpu": {"tracing", "layers", "probing", "attention"},
+        "gpu": {"tracing", "layers", "probing", "attention", "formats"},
         "runner": {"gpu", "layers", "attention", "cpu_kernels"},
         "loading": {*_MODEL, "gpu", "formats", "text"},
         "parallel": {*_MODEL, "loading"},

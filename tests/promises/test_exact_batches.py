@@ -15,9 +15,9 @@ from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner, draft_tokens
 from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
-from ropewalk.model_runtime.loading import install_forward, self_check
 from ropewalk.model_runtime.layers.low_bits import executors, humming
 from ropewalk.model_runtime.layers.low_bits.stored import StoredExperts, StoredLinear
+from ropewalk.model_runtime.loading import install_forward, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.sizes import Weights
 from ropewalk.model_runtime.probing.untouched import LONG_LEN
@@ -107,12 +107,17 @@ def test_weights_in_few_bits(
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 64}
     model = tiny_model("qwen3_moe", **SMALL, **sizes, vocab_size=256)
     folder = case("fp8-experts").write(tmp_path / "quantised", model).folder
-    weights: tuple[Weights, Weights] = ("dequantised", "stored")
-    dequantised, stored = (
-        load_checkpoint(folder, dtype="float32", device="cpu", weights=each, exact_batches=True)
-        for each in weights
-    )
+
+    def load(weights: Weights) -> Checkpoint:
+        how: dict[str, Any] = {"weights": weights, "exact_batches": True}
+        return load_checkpoint(folder, dtype="float32", device="cpu", **how)
+
+    stored = load("stored")
+    # Other tests see it for floats.
+    monkeypatch.setattr("ropewalk.model_runtime.loading.checkpoint.has_same_bits", lambda _: True)
+    dequantised = load("dequantised")
     assert stored.report.bitwise
+    assert stored.products.endswith("alone, few bits widened for each product (slow)")
     held = [each for each in stored.model.modules() if isinstance(each, StoredLinear)]
     assert held
     assert all(each.codes is not None for each in held)

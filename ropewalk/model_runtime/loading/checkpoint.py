@@ -56,9 +56,9 @@ from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.notes import notes_of
 from ropewalk.model_runtime.loading.pack_model import (
     BY_TORCH,
-    EXACT_ON_GPU,
     Division,
     decoder_of,
+    exact_products,
     pack,
     products_text,
     rule_experts,
@@ -380,14 +380,16 @@ def prepare_model(
         on_phase(f"rounding activations to {activations}")
         rounded = with_rounded_rows(paged_prompts, prompts, report, text_ids, activations)
         prompts, report, rounding = rounded
-    products = stored_products_text(model) or BY_TORCH
+    few_bits = stored_products_text(model)
+    products = few_bits or BY_TORCH
     if is_packed:
         products = products_text(model, parameter.dtype)
         forward = None if program is None else decoder_of(model, plans, program)
     is_installed = forward is not None and install_forward(prompts, forward) is None
     if exact_batches:
         _refuse_other_bits(paged_prompts(), is_installed=is_installed)
-        report, products = replace(report, bitwise=True), EXACT_ON_GPU
+        report = replace(report, bitwise=True)
+        products = exact_products(has_few_bits=bool(few_bits))
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(

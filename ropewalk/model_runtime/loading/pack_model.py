@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.fused.program import Program
 
 BY_TORCH = "torch"  # products, if no compiled kernels serve the device
-EXACT_ON_GPU = "Triton, by the weights' shapes alone"  # with exact_batches
 
 
 class Division(Protocol):
@@ -59,6 +58,12 @@ def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, st
 
     low_bits = "bfloat16" if multiplies_pairs(dtype) else "float32"
     return described([choose_way(dtype)], dtype), low_bits
+
+
+def exact_products(*, has_few_bits: bool) -> str:
+    """Return how weights are multiplied with exact_batches on a GPU, for the banner."""
+    widened = ", few bits widened for each product (slow)" if has_few_bits else ""
+    return f"Triton, by the weights' shapes alone{widened}"
 
 
 def rule_experts(model: nn.Module, division: Division | None) -> bool:

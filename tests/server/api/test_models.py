@@ -1,11 +1,15 @@
 """The list of served models, and text to tokens and back."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from ropewalk.server.startup.app import create_app
+from tests.server.api.tools.scripted import Scripted, saying
 from tests.servers.processes import Server
 
 
@@ -34,6 +38,23 @@ def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     assert cache["bytes"] == {"pages": cache["tokens"] * 4096}
     with pytest.raises(openai.NotFoundError, match="no/such"):
         openai_client.models.retrieve("no/such")
+
+
+@pytest.mark.parametrize("is_promised", [True, False])
+def test_models_and_answers_say_which_promise_holds(*, is_promised: bool) -> None:
+    """A load finds whether an answer has the same bits in any batch."""
+
+    async def listed(server: Scripted) -> httpx.Response:
+        async with server.http() as http:
+            return await http.get("/v1/models")
+
+    with saying("Hi.") as server:
+        service = replace(server.service, has_same_bits=is_promised)
+        promising = Scripted(service, create_app(service))
+        (choice,) = promising.ask().choices
+        (model,) = asyncio.run(listed(promising)).json()["data"]
+    assert choice.model_extra["rope"]["same_bits_in_any_batch"] is is_promised
+    assert model["same_bits_in_any_batch"] is is_promised
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])

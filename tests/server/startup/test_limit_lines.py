@@ -252,6 +252,9 @@ def test_config_check_promises_no_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     exact = load_settings({"device": "cpu", "exact_batches": "true"})
     lines = outlook_lines(exact, on_gpu)
     assert "  self-check       not run; batch invariance is found at load" in lines
+    kernels = next(line for line in lines if line.startswith("  kernels"))
+    assert "Triton, by the weights' shapes alone; attention" in kernels
+    assert kernels.endswith("in one order of sums")
 
 
 def test_exact_batches_on_a_gpu_refuses_what_has_other_orders_of_sums(

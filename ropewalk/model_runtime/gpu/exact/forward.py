@@ -34,7 +34,7 @@ def exact_forward(model: Any, plans: Mapping[int, LayerPlan]) -> FlatForward:
     mixtures = take_over(model)
     for module in model.modules():
         if isinstance(module, StoredLinear):  # in a mixture it is called as a module
-            module.multiply = partial(_product_of_codes, module)
+            module.multiply = partial(_product_of_rows, _weight_of(module))
     products: list[tuple[Sequence[Weight], Tensor | None]] = []
 
     def multiply(linears: Linears) -> Callable[..., None]:
@@ -72,15 +72,19 @@ def _weights_of(linears: Sequence[Any]) -> tuple[Sequence[Weight], Tensor | None
     if all(type(each) is nn.Linear for each in linears):
         weight_NK, bias_N = joined_weight(linears)
         return (weight_NK,), bias_N
-    weights = [
-        each.codes if isinstance(each, StoredLinear) else each.weight.detach() for each in linears
-    ]
-    return weights, merged_bias(linears)
+    return tuple(map(_weight_of, linears)), merged_bias(linears)
 
 
-def _product_of_codes(linear: StoredLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    assert linear.codes is not None, "a library has taken them"
-    return product_of(x, linear.codes, bias)
+def _weight_of(linear: Any) -> Weight:
+    if isinstance(linear, StoredLinear):
+        assert linear.codes is not None, "a library has taken them"
+        return linear.codes
+    weight: Tensor = linear.weight.detach()
+    return weight
+
+
+def _product_of_rows(weight: Weight, x: Tensor, bias_N: Tensor | None) -> Tensor:
+    return product_of(x, weight, bias_N)
 
 
 def _check_calls(trace: Trace) -> None:

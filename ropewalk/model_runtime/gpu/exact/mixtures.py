@@ -79,9 +79,7 @@ class ExactExperts:
         x_PK = x_RK[order_P // num_choices]
         both_PN = expert_products(x_PK, *self._matrix(first, chosen_P), tiles)
         inner = own._apply_gate(both_PN) if own.has_gate else own.act_fn(both_PN)  # noqa: SLF001
-        out_PK = expert_products(
-            inner.contiguous(), *self._matrix("down_proj", chosen_P), tiles
-        )
+        out_PK = expert_products(inner.contiguous(), *self._matrix("down_proj", chosen_P), tiles)
         part_PK = out_PK.float() * weight_RC.reshape(-1)[order_P, None].float()
         placed_PK = torch.empty_like(part_PK).index_copy_(0, order_P, part_PK)
         of_choice = placed_PK.view(num_rows, num_choices, -1).unbind(1)
@@ -90,9 +88,7 @@ class ExactExperts:
             total_RK = total_RK + part_RK
         return total_RK.to(x_RK.dtype)
 
-    def _matrix(
-        self, name: str, chosen_P: Tensor | None
-    ) -> tuple[Sequence[Weight], Tensor | None]:
+    def _matrix(self, name: str, chosen_P: Tensor | None) -> tuple[Sequence[Weight], Tensor | None]:
         """Return a matrix of all experts, [E, N, K], and its biases [E, N]; or of some experts."""
         own = self._own
         bias_EN = getattr(own, f"{name}_bias").detach() if own.has_bias else None

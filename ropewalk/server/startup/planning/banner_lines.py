@@ -16,7 +16,7 @@ from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.low_bits.active import active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.pack_model import EXACT_ON_GPU, expected_products
+from ropewalk.model_runtime.loading.pack_model import exact_products, expected_products
 from ropewalk.model_runtime.runner.backends import described, long_prompt_tokens
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
@@ -78,7 +78,7 @@ def banner_lines(
         if outlook.low_bits is not None:
             products = outlook.low_bits.products(numbers)
         if is_on_gpu and settings.exact_batches:
-            products = EXACT_ON_GPU
+            products = exact_products(has_few_bits=outlook.low_bits is not None)
     active = active_part(outline, outlook.low_bits)
     return [
         f"  model            {outline.architecture}, {device}, {_name(outline.dtype)}"
