@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from ropewalk.model_runtime.engine.build_engine import build_runner, draft_token
 from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.layers.low_bits import executors, humming
-from ropewalk.model_runtime.layers.low_bits.stored import StoredExperts, StoredLinear
+from ropewalk.model_runtime.layers.low_bits.stored import (
+    StoredExperts,
+    StoredLinear,
+    widened_product,
+)
 from ropewalk.model_runtime.loading import install_forward, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.sizes import Weights
@@ -104,6 +109,7 @@ def test_weights_in_few_bits(
     monkeypatch.setattr(executors, "DEVICE_TYPE", "cpu")
     for name in ("is_there", "could_serve"):
         monkeypatch.setattr(humming, name, lambda *_: True)
+    monkeypatch.setattr(humming, "product", lambda codes, _: partial(widened_product, codes))
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 64}
     model = tiny_model("qwen3_moe", **SMALL, **sizes, vocab_size=256)
     folder = case("fp8-experts").write(tmp_path / "quantised", model).folder
