@@ -30,11 +30,11 @@ from tests.oracles.eight_bit_reads import in_codes
 # By compute capability, times ten. Shared memory is from the CUDA C++ guide, the rest from data
 # sheets.
 CARDS = {
-    80: Card(108, 164 * 1024, 2.04e12),  # A100
-    86: Card(82, 100 * 1024, 0.94e12),  # RTX 3090
-    89: Card(128, 100 * 1024, 1.01e12),  # RTX 4090
-    90: Card(132, 228 * 1024, 4.92e12),  # H200
-    120: Card(170, 100 * 1024, 1.79e12),  # RTX 5090
+    80: Card(108, 164 * 1024),  # A100
+    86: Card(82, 100 * 1024),  # RTX 3090
+    89: Card(128, 100 * 1024),  # RTX 4090
+    90: Card(132, 228 * 1024),  # H200
+    120: Card(170, 100 * 1024),  # RTX 5090
 }
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 SPANS = ((3001, 1), (70, 33))

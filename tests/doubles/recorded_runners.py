@@ -68,11 +68,10 @@ def capture(
     *,
     max_rows: int = CONFIG.max_num_seqs,
     max_prompt_rows: int = 0,
-    most_prompt_keys: int = 100_000,
     max_prompt_tokens: int = 0,
 ) -> None:
     """Capture a runner's steps over contexts of the common length."""
-    rows = max_rows, SPARE, max_prompt_rows, most_prompt_keys, max_prompt_tokens
+    rows = max_rows, SPARE, max_prompt_rows, max_prompt_tokens
     runner.capture_graphs(CaptureLimits(CONFIG.max_model_len, *rows), record)
 
 

@@ -13,6 +13,7 @@ the longest sequence, R = rows of logits, G = groups of layers.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ class Batch:
     logit_rows_R: Tensor  # int64, flat tokens that need logits
     single_B: Tensor  # int64, sequences with one token here
     places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
+    same_pages_S: tuple[bool, ...]  # the host's, of `same_pages`
     # Those of the GPU's kernels (WorkList by Cut, ExactWork by ExactCut), made for a first layer.
     work_lists: dict[Any, Any] = field(default_factory=dict)
     # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
@@ -161,6 +163,12 @@ class PageTable:
         self._num_used = len(self._rows)
 
 
+def same_pages(spans: Sequence[Span]) -> tuple[bool, ...]:
+    """Return whether each span has the pages of the span before it, as those of `single_rows`."""
+    pages = [span.pages for span in spans]
+    return False, *map(is_, pages[1:], pages)
+
+
 def places_of(spans: Sequence[Span]) -> tuple[Place, ...]:
     """Return the places of sequences one after the other."""
     num_tokens_S = [len(span.token_ids) for span in spans]
@@ -223,6 +231,7 @@ def build_batch(
         logit_rows_R=logit_rows_R,
         single_B=single_B,
         places_S=places,
+        same_pages_S=same_pages(spans),
         parts_X4=state_parts(zip(begin_S1, parts, strict=False)) if parts[0] else _NO_PARTS,
         has_draft_parts=bool(parts[0]) and any(each[-1].is_draft for each in parts),
     )
@@ -252,8 +261,8 @@ def by_group(pages_SX: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
 def single_rows(spans: Sequence[Span]) -> list[Span]:
     """Return each token of drafts or short prompts as a span of its own, with logits.
 
-    It shares its sequence's pages. All keys of a step are written before any are read, so a row
-    sees those of the rows before it.
+    It shares its sequence's pages, so a GPU reads them once for several rows (work_list.py). All
+    keys of a step are written before any are read, so a row sees those of the rows before it.
     """
     return [
         Span(

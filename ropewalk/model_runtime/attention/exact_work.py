@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Place
-from ropewalk.model_runtime.attention.work_list import most_turns, piece_tiles
+from ropewalk.model_runtime.attention.work_list import (
+    Rows,
+    most_turns,
+    piece_tiles,
+    tokens_together,
+)
 from ropewalk.model_runtime.transfer import on_device
 from ropewalk.rope import PositionMethod
 
@@ -44,18 +49,14 @@ class ExactCut(NamedTuple):
     num_places: int  # entries of one key head that run at the same time
     num_slots: int  # for the pieces of tokens
 
-    def refilled(
-        self,
-        position_S: NDArray[np.int64],
-        table_id_S: NDArray[np.int64],
-        methods: Mapping[int, PositionMethod],
-    ) -> NDArray[np.int32]:
+    def refilled(self, rows: Rows, methods: Mapping[int, PositionMethod]) -> NDArray[np.int32]:
         """Return the numbers of a captured step, in which every row is a sequence of its own."""
-        del table_id_S, methods
-        rows = np.arange(len(position_S))
-        tiles = _Tiles(rows, rows, np.ones_like(rows), position_S)
-        num_entries = most_turns(len(rows)) * self.num_places + 2 * len(rows)
-        return _numbers(tiles, self, num_entries, len(rows))
+        num_tokens_S = tokens_together(rows, self.most_tokens, methods)
+        leading = np.flatnonzero(num_tokens_S)
+        tiles = _Tiles(leading, leading, num_tokens_S[leading], rows.position_S[leading])
+        num_rows = len(num_tokens_S)
+        num_entries = most_turns(num_rows) * self.num_places + 2 * num_rows
+        return _numbers(tiles, self, num_entries, num_rows)
 
 
 class _Tiles(NamedTuple):
@@ -85,7 +86,7 @@ class ExactWork:
         """
         if all(each.num_tokens == 1 for each in places):
             position_S = np.array([each.first_position for each in places])
-            numbers = cut.refilled(position_S, position_S, {})
+            numbers = cut.refilled(Rows(position_S, position_S, position_S < 0), {})
             num_merged, num_slots = len(places), cut.num_slots
         else:
             numbers, num_merged, num_slots = _launched_once(_tiles(places, cut.most_tokens), cut)

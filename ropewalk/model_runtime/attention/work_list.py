@@ -5,6 +5,9 @@ of it, then all others would wait for the longest one. So every context is cut i
 length, which follows from the total length and from how many programs run at once. The pieces are
 taken from the list in order, the longest first, by whichever processor is free.
 
+Successive tokens of one sequence are sequences of a step, too: those of a draft, and of a short
+prompt. As many as fit the rows of a product read the pieces of their common context together.
+
 The host makes the list from lengths that it knows. Its size depends only on the number of
 sequences, so a captured step reads it at a fixed address (cuda_graphs.py).
 
@@ -27,15 +30,25 @@ from torch import Tensor
 from ropewalk.model_runtime.transfer import fill, on_device
 from ropewalk.rope import MOST_RANGES, KeyMap, PositionMethod
 
+Ints = NDArray[np.int64]
+
 _LEAST_TILES = 8  # of a piece; with fewer, the partial outputs are not small beside the keys
 # Pieces of full length that a place may take one after the other. More balance better, but every
 # captured step has an entry for each.
 _MOST_TURNS = 3
 _BALANCED = 1.05  # a longest load of this times the mean is not worth shorter pieces
-_FIELDS = 4  # sequence, begin, end, slot
+_FIELDS = 5  # sequence, begin, end, slot, tokens
 _PLACED_FIELDS = 4  # position of the query, period of the tiles, modulus, divisor
 # More than any index. As a modulus it changes no index, as a divisor it gives every key position 0.
 BEYOND = 2**30
+
+
+class Rows(NamedTuple):
+    """The query tokens of a step, each of a sequence of its own."""
+
+    position_S: NDArray[np.int64]  # -1: a sequence that the list leaves out
+    table_id_S: NDArray[np.int64]
+    same_pages_S: NDArray[np.bool_]  # whether the pages are those of the sequence before
 
 
 class Cut(NamedTuple):
@@ -44,16 +57,12 @@ class Cut(NamedTuple):
     window: int | None  # keys that a query sees, itself included; None: all
     tile: int  # keys that a program reads at once; a piece begins at a multiple of it
     num_places: int  # pieces of one key head that run at the same time
+    most_tokens: int = 1  # of a sequence that read a piece together
     has_methods: bool = False  # whether a table of the layer has a position method
 
-    def refilled(
-        self,
-        position_S: NDArray[np.int64],
-        table_id_S: NDArray[np.int64],
-        methods: Mapping[int, PositionMethod],
-    ) -> NDArray[np.int32]:
-        """Return the numbers of a list that was cut like this, for other positions and tables."""
-        return _numbers(contexts_of(position_S, table_id_S, self, methods), self)
+    def refilled(self, rows: Rows, methods: Mapping[int, PositionMethod]) -> NDArray[np.int32]:
+        """Return the numbers of a list that was cut like this, for other rows."""
+        return _numbers(contexts_of(rows, self, methods), self)
 
 
 class Contexts(NamedTuple):
@@ -61,6 +70,8 @@ class Contexts(NamedTuple):
 
     begin_RS: NDArray[np.int64]
     end_RS: NDArray[np.int64]
+    # That read the ranges, this sequence's and those behind it; 0: a sequence before it has them.
+    num_tokens_S: NDArray[np.int64]
     # Query's position, period, modulus and divisor (`_placed`); None: every range is native.
     placed_RS4: NDArray[np.int64] | None = None
 
@@ -69,8 +80,9 @@ class Contexts(NamedTuple):
 class WorkList:
     """The pieces of a step's contexts on the device. Keys are counted by their place in the pages.
 
-    An entry is a piece: sequence, first key, the key after the last one, and the slot of its
-    partial result. Under position methods the query's position and three numbers of the key map
+    An entry is a piece: sequence, first key, the key after the last one, the slot of its partial
+    result, and the tokens that read it. The slots of a next token follow those of all pieces of the
+    token before. Under position methods the query's position and three numbers of the key map
     follow (`_placed`). Entries without a key follow those with keys.
     """
 
@@ -78,6 +90,7 @@ class WorkList:
     entries_EF: Tensor  # a view of them
     pieces_S2: Tensor  # a view of them: first slot and number of pieces of each sequence
     most_pieces: int  # of a sequence, for any lengths
+    num_slots: int  # for the partial results of any lengths
     tile: int  # of the cut
     methods: Mapping[int, PositionMethod]  # by table id; empty: native contexts
 
@@ -93,37 +106,62 @@ class WorkList:
         num_ranges, num_sequences = contexts.begin_RS.shape
         numbers = on_device(_numbers(contexts, cut), device)
         at = numbers.numel() - 2 * num_sequences
+        num_whole = most_turns(num_ranges * num_sequences) * cut.num_places
         return cls(
             numbers,
             numbers[:at].view(-1, _num_fields(contexts)),
             numbers[at:].view(num_sequences, 2),
-            most_turns(num_ranges * num_sequences) * cut.num_places + num_ranges,
+            num_whole + num_ranges,
+            num_whole * cut.most_tokens + num_ranges * num_sequences,
             cut.tile,
             methods or {},
         )
 
 
-def whole_contexts(position_S: NDArray[np.int64], window: int | None) -> Contexts:
+def tokens_together(rows: Rows, most: int, methods: Mapping[int, PositionMethod]) -> Ints:
+    """Return how many tokens each sequence stands for, its own and those behind it; 0: it has one.
+
+    They are successive tokens over the same pages and under the same table, at most `most`. Under
+    a method each has its own ranges.
+    """
+    position_S, table_id_S, same_pages_S = rows
+    number_S = np.arange(len(position_S))
+    is_next_S = same_pages_S.copy()
+    if most == 1 or not is_next_S.any():
+        return np.ones_like(number_S)
+    is_next_S[1:] &= (np.diff(position_S) == 1) & (position_S[:-1] >= 0)
+    is_next_S[1:] &= np.diff(table_id_S) == 0
+    is_next_S &= ~np.isin(table_id_S, list(methods))
+    first_S = np.maximum.accumulate(np.where(is_next_S, 0, number_S))
+    leading = np.flatnonzero((number_S - first_S) % most == 0)
+    num_tokens_S = np.zeros_like(number_S)
+    num_tokens_S[leading] = np.diff(leading, append=len(number_S))
+    return num_tokens_S
+
+
+def whole_contexts(
+    position_S: NDArray[np.int64], window: int | None, num_tokens_S: Ints | None = None
+) -> Contexts:
     """Return the keys that each query sees at its position, as one range.
 
-    A position of -1 stands for a sequence that this list leaves out.
+    A position of -1 stands for a sequence that this list leaves out. `num_tokens_S`: as
+    `tokens_together` says; None: each stands for its own.
     """
-    end_1S = position_S[None] + 1
-    begin_1S = np.zeros_like(end_1S) if not window else np.maximum(end_1S - window, 0)
-    return Contexts(begin_1S, end_1S)
+    if num_tokens_S is None:
+        num_tokens_S = np.ones_like(position_S)
+    begin_S = np.zeros_like(position_S) if not window else np.maximum(position_S + 1 - window, 0)
+    end_S = np.where(num_tokens_S > 0, position_S + num_tokens_S, begin_S)
+    return Contexts(begin_S[None], end_S[None], num_tokens_S)
 
 
-def contexts_of(
-    position_S: NDArray[np.int64],
-    table_id_S: NDArray[np.int64],
-    cut: Cut,
-    methods: Mapping[int, PositionMethod],
-) -> Contexts:
+def contexts_of(rows: Rows, cut: Cut, methods: Mapping[int, PositionMethod]) -> Contexts:
     """Return the ranges of each query under its table's method; without one it is read natively.
 
     `methods`: by table id; empty: as `whole_contexts`.
     """
-    whole = whole_contexts(position_S, cut.window)
+    position_S, table_id_S, _ = rows
+    num_tokens_S = tokens_together(rows, cut.most_tokens, methods)
+    whole = whole_contexts(position_S, cut.window, num_tokens_S)
     if not methods:
         return whole
     begin_RS, end_RS = np.zeros((2, MOST_RANGES, len(position_S)), dtype=np.int64)
@@ -142,7 +180,7 @@ def contexts_of(
             end_RS[index, own_Q] = end_Q
             placed_RS4[index, own_Q, 0] = query_Q
             placed_RS4[index, own_Q, 1:] = _placed(key_map, cut.tile)
-    return Contexts(begin_RS, end_RS, placed_RS4)
+    return Contexts(begin_RS, end_RS, num_tokens_S, placed_RS4)
 
 
 def _placed(key_map: KeyMap, tile: int) -> tuple[int, int, int]:
@@ -162,12 +200,10 @@ def _placed(key_map: KeyMap, tile: int) -> tuple[int, int, int]:
     return divisor << ((tile // divisor).bit_length() - 1), 0, divisor
 
 
-def refill(
-    lists: Mapping[Any, Any], position_S: NDArray[np.int64], table_id_S: NDArray[np.int64]
-) -> None:
-    """Bring lists to other positions and tables, at the same addresses; also those of ExactCut."""
+def refill(lists: Mapping[Any, Any], rows: Rows) -> None:
+    """Bring lists to other rows, at the same addresses; also those of ExactCut."""
     for cut, work in lists.items():
-        fill(work.numbers, cut.refilled(position_S, table_id_S, work.methods))
+        fill(work.numbers, cut.refilled(rows, work.methods))
 
 
 def _num_fields(contexts: Contexts) -> int:
@@ -176,7 +212,7 @@ def _num_fields(contexts: Contexts) -> int:
 
 def _numbers(contexts: Contexts, cut: Cut) -> NDArray[np.int32]:
     """Return the numbers of a list: entries [E, F], then first slot and pieces [S, 2]."""
-    begin_RS, end_RS, placed_RS4 = contexts
+    begin_RS, end_RS, num_tokens_S, placed_RS4 = contexts
     num_ranges, num_sequences = begin_RS.shape
     num_fields = _num_fields(contexts)
     num_entries = most_turns(begin_RS.size) * cut.num_places + begin_RS.size
@@ -192,27 +228,29 @@ def _numbers(contexts: Contexts, cut: Cut) -> NDArray[np.int32]:
     tiles_N = np.where(begin_N < end_N, last_N + 1 - first_N, 0)
     length = piece_tiles(tiles_N, cut.num_places)
     count_N = -(-tiles_N // length)
-    after_N = np.cumsum(count_N)
     context_P = np.repeat(np.arange(len(count_N)), count_N)
-    slot_P = np.arange(len(context_P))
-    nth_P = slot_P - (after_N - count_N)[context_P]
+    sequence_P, number_P = context_P // num_ranges, np.arange(len(context_P))
+    nth_P = number_P - (np.cumsum(count_N) - count_N)[context_P]
+    pieces_S = count_N.reshape(num_sequences, num_ranges).sum(1)
+    before_S = np.cumsum(pieces_S) - pieces_S
+    # A token has as many slots as the one before whose pieces it reads.
+    pieces_S = pieces_S[np.maximum.accumulate(np.arange(num_sequences) * (num_tokens_S > 0))]
+    first_S = np.cumsum(pieces_S) - pieces_S
     tile_P = first_N[context_P] + nth_P * length
     period_P = None if period_N is None else period_N[context_P]
     fields = [
-        context_P // num_ranges,
+        sequence_P,
         np.maximum(_first_key(tile_P, period_P, cut.tile), begin_N[context_P]),
         np.minimum(_first_key(tile_P + length, period_P, cut.tile), end_N[context_P]),
-        slot_P,
+        number_P + (first_S - before_S)[sequence_P],
+        num_tokens_S[sequence_P],
     ]
     if placed_N4 is not None:
         fields += [*placed_N4[context_P].T]
     entries_PF = np.stack(fields, axis=1)
     order_P = np.argsort(entries_PF[:, 1] - entries_PF[:, 2], kind="stable")
     numbers[: entries_PF.size] = entries_PF[order_P].ravel()
-    after_S = after_N[num_ranges - 1 :: num_ranges]
-    pieces_S2 = numbers[-2 * num_sequences :].reshape(num_sequences, 2)
-    pieces_S2[1:, 0] = after_S[:-1]
-    pieces_S2[:, 1] = after_S - pieces_S2[:, 0]
+    numbers[-2 * num_sequences :] = np.stack((first_S, pieces_S), axis=1).ravel()
     return numbers
 
 

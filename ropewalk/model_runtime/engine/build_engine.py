@@ -28,7 +28,6 @@ from ropewalk.model_runtime.runner.backends import (
 from ropewalk.model_runtime.runner.cuda_graphs import (
     CaptureLimits,
     cuda_recorder,
-    most_prompt_bytes,
 )
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.prompt_graphs import LEAST_TOKENS
@@ -89,7 +88,6 @@ def _built(
             spare_page=config.num_pages,
             max_prompt_rows=captured_rows(config, num_tokens),
             max_prompt_tokens=num_tokens,
-            most_prompt_keys=most_prompt_bytes(checkpoint.device) // layout.exact_bytes,
         )
         runner.capture_graphs(limits, cuda_recorder(checkpoint.device))
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream

@@ -22,7 +22,7 @@ from ropewalk.model_runtime.attention.eight_bits import Scales
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
 from ropewalk.model_runtime.attention.prompt_groups import PaddedPrompts, Prompts
-from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
+from ropewalk.model_runtime.attention.work_list import Rows, WorkList, contexts_of
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
 from ropewalk.model_runtime.gpu.decode import cut_of, decode
 from ropewalk.model_runtime.gpu.launch import jit
@@ -161,7 +161,8 @@ class TritonAttention:
                 [place.first_position if place.num_tokens == 1 else -1 for place in places]
             )
             table_id_S = np.array([place.table_id for place in places])
-            contexts = contexts_of(position_S, table_id_S, cut, methods)
+            rows = Rows(position_S, table_id_S, np.array(self._batch.same_pages_S))
+            contexts = contexts_of(rows, cut, methods)
             lists[cut] = WorkList.of(contexts, cut, read.query_THD.device, methods)
         work: WorkList = lists[cut]
         return work

@@ -5,6 +5,10 @@ sequence's keys, tile by tile. A tile's keys are rotated by the angles of their 
 from one small table for all tiles. The query is rotated to its own position, then rotated back by
 the tile's start.
 
+A product has 16 rows at least, and the query heads of a key head are often fewer. Successive tokens
+of one sequence, such as those of a draft, fill the other rows. Each sees the keys up to its own. So
+a tile is loaded and rotated once for all of them.
+
 Pieces are merged by their log-sum-exp. So are the ranges of a position method. Their pieces carry
 the position of the query and the key map. Tiles begin anew with every period of the key map, so the
 angles in a tile are the same for all tiles there, too.
@@ -40,6 +44,8 @@ from ropewalk.model_runtime.gpu.primitives import (
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
 _MOST_QUERY = tl.constexpr(30000.0)  # so that a rotated query is finite in float16
+# Below every score. A row may see no key of a tile, and minus infinity less itself is no number.
+_LEAST_SCORE = tl.constexpr(-3e38)
 
 
 @jit(
@@ -57,11 +63,14 @@ def _decode(
     GROUP: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILE_ANGLES: tl.constexpr,
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
-    FIELDS: tl.constexpr, PLACED: tl.constexpr,
+    FIELDS: tl.constexpr, PLACED: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """One key head and one piece of a sequence. The only piece of one writes the output itself.
 
+    The tokens that read the piece are the entry's sequence and those after it in the batch.
+
+    WINDOW: keys that a token sees, itself included; 0: all before it.
     PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
     every period, and keys stand at their index without whole moduli, over the divisor.
     CODED: the pages have codes of eight bits. The query is multiplied by the scales of keys, and
@@ -73,6 +82,7 @@ def _decode(
     begin, end = tl.load(entry + 1), tl.load(entry + 2)
     if begin == end:
         return
+    num_tokens = tl.load(entry + 4)
     num_pieces = tl.load(pieces + 2 * sequence + 1)
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
@@ -85,8 +95,8 @@ def _decode(
         angle_kind = tl.float16
     first_tile, end_tile = begin // TILE, (end + TILE - 1) // TILE
     if PLACED:
-        position, period = tl.load(entry + 4), tl.load(entry + 5)
-        modulus, divisor = tl.load(entry + 6), tl.load(entry + 7)
+        position, period = tl.load(entry + 5), tl.load(entry + 6)
+        modulus, divisor = tl.load(entry + 7), tl.load(entry + 8)
         per_period = (period + TILE - 1) // TILE
         first_tile = begin // period * per_period + begin % period // TILE
         end_tile = (end - 1) // period * per_period + (end - 1) % period // TILE + 1
@@ -94,13 +104,17 @@ def _decode(
     in_tile = t // divisor if PLACED else t
     p, e, v = tl.arange(0, PAIRS_2), tl.arange(0, REST_2), tl.arange(0, VALUES_2)
 
+    ahead, heads = r // GROUP, head * GROUP + r % GROUP
+    last = true_position + ahead  # that a row sees
+    first_seen = tl.maximum(last - WINDOW + 1, begin) if WINDOW > 0 else begin + 0 * ahead
     log_len = tl.load(log_lens + table_id)
+    scales = scaling + tl.zeros([ROWS], tl.float32)
     if log_len > 0:
         # By the true position, wherever a range places the query.
-        growth = tl.log(true_position.to(tl.float32) + 1.0) / log_len
-        scaling = scaling * tl.maximum(1.0, growth)
-    rows = query + token * query_t + (head * GROUP + r)[:, None] * query_h
-    is_row = (r < GROUP)[:, None]
+        growth = tl.log(last.to(tl.float32) + 1.0) / log_len
+        scales = scales * tl.maximum(1.0, growth)
+    rows = query + (token + ahead)[:, None] * query_t + heads[:, None] * query_h
+    is_row = (r < num_tokens * GROUP)[:, None]
     starts, offsets = table_id * num_starts * PAIRS + p, table_id * PAGE * PAIRS + p
     if PAIRS > 0:
         own_cos, own_sin = angles(
@@ -108,10 +122,18 @@ def _decode(
             starts + position // PAGE * PAIRS, offsets + position % PAGE * PAIRS, p < PAIRS,
         )  # fmt: skip
         is_pair = is_row & (p < PAIRS)[None, :]
-        scale = scaling * tl.load(factors + table_id)
+        scale = (scales * tl.load(factors + table_id))[:, None]
         first = tl.load(rows + p[None, :], mask=is_pair, other=0.0).to(tl.float32) * scale
         second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
         second = second * scale
+        if num_tokens > 1:
+            # Each row by its distance to the first one, so that one angle serves all of them.
+            place = table_id * TILE_ANGLES * PAIRS + ahead[:, None] * PAIRS + p[None, :]
+            cos = tl.load(tile_cos + place, mask=is_pair, other=0.0)
+            sin = tl.load(tile_sin + place, mask=is_pair, other=0.0)
+            turned = first * cos - second * sin
+            second = second * cos + first * sin
+            first = turned
         if CODED:
             at_pair = key_scales + head * (2 * PAIRS + REST) + p
             pair_scale = tl.load(at_pair, mask=p < PAIRS, other=0.0)
@@ -120,7 +142,7 @@ def _decode(
     if REST > 0:
         is_rest = is_row & (e < REST)[None, :]
         rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
-        rest = rest.to(tl.float32) * scaling
+        rest = rest.to(tl.float32) * scales[:, None]
         if CODED:
             at_rest = key_scales + head * (2 * PAIRS + REST) + 2 * PAIRS + e
             rest_scale = tl.load(at_rest, mask=e < REST, other=0.0)
@@ -128,7 +150,7 @@ def _decode(
         rest = rest.to(kind)
 
     table = page_table + sequence * table_width
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], _LEAST_SCORE, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES_2], tl.float32)
     for tile in range(first_tile, end_tile):
@@ -142,7 +164,6 @@ def _decode(
         # An index outside the piece loads a key of the piece again, with a probability of zero.
         # Loads without masks are cheaper, and memory that may hold NaN is never read.
         index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
-        is_seen = index == start + t
         if PAGE % TILE == 0:
             # The tile is in one page, so its number is loaded once and not for every key.
             page = tl.load(table + start // PAGE).to(tl.int64)
@@ -178,7 +199,10 @@ def _decode(
             scores = product(rest, tl.trans(plain), scores, WIDE)
         if CAPPED:
             scores = capped(scores, softcap)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        is_seen = (start + t)[None, :] < tl.minimum(last + 1, stop)[:, None]
+        if PLACED or WINDOW > 0:  # other pieces begin with a tile
+            is_seen = is_seen & ((start + t)[None, :] >= first_seen[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # The row sum adds the rounded probabilities, because the product uses the rounded ones.
         probs = tl.exp2(scores - new_max[:, None]).to(kind)
@@ -190,18 +214,19 @@ def _decode(
         value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2).to(kind)
         acc = product(probs, value, acc * keep[:, None], WIDE)
 
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # of a row that sees no key of the piece
     acc = acc / row_sum[:, None]
     if CODED:
         value_scale = tl.load(value_scales + head * VALUES + v, mask=v < VALUES, other=0.0)
         acc = acc * value_scale[None, :]
-    heads = head * GROUP + r
     is_value = is_row & (v < VALUES)[None, :]
     if SUNK or num_pieces > 1:
-        line = slot.to(tl.int64) * tl.num_programs(0) * GROUP + heads
+        line = (slot + ahead * num_pieces).to(tl.int64) * tl.num_programs(0) * GROUP + heads
         tl.store(partials + line[:, None] * VALUES + v[None, :], acc, mask=is_value)
-        tl.store(lses + line, (row_max + tl.log2(row_sum)) * KERNEL_LN_2, mask=r < GROUP)
+        lse = (row_max + tl.log2(row_sum)) * KERNEL_LN_2
+        tl.store(lses + line, lse, mask=r < num_tokens * GROUP)
     else:
-        target = out + token * out_t + heads[:, None] * out_h + v[None, :]
+        target = out + (token + ahead)[:, None] * out_t + heads[:, None] * out_h + v[None, :]
         tl.store(target, acc, mask=is_value)
 
 
@@ -252,8 +277,8 @@ def cut_of(read: LayerRead, tuning: Tuning) -> Cut:
     num_processors = card_of(read.query_THD.device).num_processors
     num_programs = num_processors * tuning.programs_per_processor
     num_places = max(1, num_programs // read.keys_NKDO.shape[1])
-    tile, has_methods = sizes_of(read).tile, bool(read.tables.positions)
-    return Cut(read.sliding_window, tile, num_places, has_methods)
+    sizes, has_methods = sizes_of(read), bool(read.tables.positions)
+    return Cut(read.sliding_window, sizes.tile, num_places, sizes.most_tokens, has_methods)
 
 
 def decode(
@@ -268,7 +293,7 @@ def decode(
     `work`: the contexts, cut as `cut_of` says with this tuning.
     """
     _, num_heads, dim = read.query_THD.shape
-    num_slots, value_dim = len(work.entries_EF), out_THV.shape[2]
+    num_slots, value_dim = work.num_slots, out_THV.shape[2]
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
     num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
@@ -277,7 +302,7 @@ def decode(
     rest = dim - 2 * pairs
     softcap = read.softcap or 0.0
     # Key heads first: the entries are in falling order, and so are then all programs.
-    _decode[(num_key_heads, num_slots)](
+    _decode[(num_key_heads, len(work.entries_EF))](
         query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN, work.entries_EF,
         work.pieces_S2, batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
         *read.tables.device_tensors,
@@ -290,6 +315,7 @@ def decode(
         ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
         TILE=work.tile, TILE_ANGLES=TILE,
         FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
+        WINDOW=read.sliding_window or 0,
         CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
         WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
         CODED=read.scales is not None,

@@ -9,8 +9,8 @@ page that no sequence holds.
 A row is the next token of a sequence, one of its draft, or a token of a short prompt. Each has a
 page table and a position of its own, so a step of S rows serves any sequences, drafts and prompts
 of so many rows. All keys of a step are written before any are read, so a row sees those of the
-rows before it. Every row of a prompt reads all keys before it anew, which is why long prompts, and
-those behind long contexts, are not rows.
+rows before it. Successive rows of a sequence read its keys together, but few at a time
+(work_list.py). So long prompts are not rows, and behind a long context only a few tokens are.
 
 Shapes: S = captured rows, N = pages of the longest sequence, R = rows of logits, V = vocabulary,
 F = fields of a sequence's token, U = first tokens that only the device has.
@@ -31,13 +31,13 @@ from ropewalk.model_runtime.attention.batch import (
     Place,
     Span,
     by_group,
+    same_pages,
     single_rows,
     state_parts,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.attention.state_store import DeviceParts
-from ropewalk.model_runtime.attention.work_list import refill
-from ropewalk.model_runtime.gpu.cards.card import card_of
+from ropewalk.model_runtime.attention.work_list import Rows, refill
 from ropewalk.model_runtime.layers.last_layer import host_logits_indices
 from ropewalk.model_runtime.transfer import fill
 
@@ -52,17 +52,12 @@ class RecordingError(RuntimeError):
 
 _FIELDS = 4  # of a sequence's token, before its pages by group of layers and its slots
 MOST_RECORDED = 512  # rows
-# That the keys and values which all rows of prompts read in a captured step take by the card's data
-# sheet. The launches of such a step take 24 ms.
-_PROMPT_SECONDS = 3.5e-3
-
-
-def most_prompt_bytes(device: torch.device) -> int:
-    """Return how many bytes of keys and values the rows of prompts may read in a captured step.
-
-    On an H200 these are 131,072 positions of a Llama 3 8B in bfloat16, read in about 5 ms.
-    """
-    return int(card_of(device).bytes_s * _PROMPT_SECONDS)
+# Tokens of a prompt that are rows behind any context. They read it about as often as a gather of
+# its keys, which reads and writes them, and the attention after it.
+_FEW_TOKENS = 16
+# That the rows of other prompts see together, each all those up to itself. Four rows of a Llama 3
+# 8B read them together: 4 GB, or a millisecond of an H200.
+_MOST_KEYS = 131_072
 
 
 def recorded_sizes(max_rows: int, max_prompt_rows: int = 0) -> list[int]:
@@ -149,7 +144,6 @@ class CaptureLimits:
     max_rows: int  # of decodes, and rows of logits of any step
     spare_page: int  # that no sequence holds, for padding
     max_prompt_rows: int = 0  # of steps with prompts; 0: none are captured
-    most_prompt_keys: int = 0  # that the rows of prompts read together
     max_prompt_tokens: int = 0  # of steps with prompts that are no rows (prompt_graphs.py)
 
 
@@ -212,7 +206,7 @@ class DecodeGraphs:
             sum(len(span.token_ids) for span in spans)
             <= min(self._limits.max_prompt_rows, MOST_RECORDED)
             and sum(len(span.logit_rows) for span in spans) <= self._max_rows
-            and sum(map(_keys_of_prompt, spans)) <= self._limits.most_prompt_keys
+            and sum(map(_keys_of_prompt, spans)) <= _MOST_KEYS
         )
 
     def prepared(
@@ -245,7 +239,9 @@ class DecodeGraphs:
                 raise
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
-        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[3])
+        same_pages_S = np.zeros(size, dtype=bool)
+        same_pages_S[: len(spans)] = same_pages(spans)
+        refill(recorded.batch.work_lists, Rows(numbers_FS[1], numbers_FS[3], same_pages_S))
         if token_U is not None:
             recorded.numbers_FS[0, : len(token_U)].copy_(token_U)
 
@@ -328,6 +324,7 @@ class DecodeGraphs:
             single_B=place_S[:size],
             # Places of padding. The forward's work lists from them are filled before a replay.
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
+            same_pages_S=(False,) * size,
             page_table_GSN=None if num_groups == 1 else page_table_GSN,
             page_GT=None if num_groups == 1 else page_GS,
             device_parts=parts,
@@ -366,8 +363,8 @@ def _are_decodes(spans: Sequence[Span]) -> bool:
 
 
 def _keys_of_prompt(span: Span) -> int:
-    """Return how many keys the tokens of a prompt read, each all those up to itself; 0 if one."""
+    """Return how many keys the tokens of a prompt see, each all up to itself; 0 if they are few."""
     num_tokens = len(span.token_ids)
-    if num_tokens == 1:
+    if num_tokens <= _FEW_TOKENS:
         return 0
     return num_tokens * span.first_position + num_tokens * (num_tokens + 1) // 2

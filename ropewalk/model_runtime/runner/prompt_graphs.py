@@ -30,7 +30,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span, places_of
 from ropewalk.model_runtime.attention.prompt_groups import MOST_KEYS, PaddedPrompts
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.attention.work_list import refill
+from ropewalk.model_runtime.attention.work_list import Rows, refill
 from ropewalk.model_runtime.layers.last_layer import host_logits_indices
 from ropewalk.model_runtime.runner.cuda_graphs import (
     MOST_RECORDED,
@@ -136,6 +136,7 @@ class PromptGraphs:
             single_B=single_X[:num_rows],
             # Sequences without a token. The work lists of these are filled before a replay.
             places_S=(Place(0, 0, 0, 0),) * num_rows,
+            same_pages_S=(False,) * num_rows,
             page_table_GSN=None if num_groups == 1 else page_table_GXN,
             page_GT=None if num_groups == 1 else page_GT,
             prompts=PaddedPrompts(most_tokens, MOST_PROMPTS, self._most_keys, num_pages, device),
@@ -255,7 +256,9 @@ class PromptGraphs:
         fill(self._rows_4X, rows_4X)
         position_X = np.full(self._most_sequences + 1, -1, dtype=np.int64)
         position_X[single_B] = rows_4X[1, single_B]
-        refill(self._batch.work_lists, position_X, rows_4X[2, : len(position_X)])
+        # The decodes here have no drafts, so no two rows share pages.
+        rows = Rows(position_X, rows_4X[2, : len(position_X)], np.zeros_like(position_X, bool))
+        refill(self._batch.work_lists, rows)
         assert self._batch.prompts is not None
         self._batch.prompts.refill(
             [(index, places[index]) for index in np.flatnonzero(count_S > 1).tolist()]

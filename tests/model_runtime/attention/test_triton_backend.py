@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.attention import work_list
+from ropewalk.model_runtime.attention.batch import build_batch, single_rows
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.checkpoints.tiny_models import tiny_model
@@ -80,6 +83,41 @@ def test_a_read_equals_float64(name: str) -> None:
     check(READS[name])
 
 
+# Contexts and tokens of sequences whose tokens are rows. Some begin or end a page or a tile, and
+# there are more of them than are read together.
+ROWS = ((1, 1), (66, 5), (9, 9), (200, 3), (130, 1), (80, 20))
+READ_AS_ROWS = (
+    *("plain", "all", "no rotation", "odd head, bf16", "one head for all", "page of 24"),
+    *("tiny window", "sinks, f16", "keys by dimension"),
+)
+
+
+@pytest.mark.parametrize("name", cases() if DEVICE.type == "cuda" else READ_AS_ROWS)
+def test_rows_of_one_sequence_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token sees the keys up to its own, in pieces that only others of its sequence see, too."""
+    monkeypatch.setattr(work_list, "_LEAST_TILES", 1)
+    laid = Laid(replace(cases()[name], spans=ROWS), DEVICE)
+    check_rows(laid, laid.read, tolerance(laid.case, DEVICE))
+
+
+def check_rows(laid: Laid, read: LayerRead, most: float) -> None:
+    """Check a read whose tokens are rows, and that keys are loaded once for several of them."""
+    batch = build_batch(single_rows(laid.spans), laid.case.page_size, DEVICE)
+    assert relative_error(TritonAttention(batch).read(read), laid.expected()) < most
+    group = laid.case.heads[0] // laid.case.heads[1]
+    (work,) = batch.work_lists.values()
+    entries = work.entries_EF.cpu()
+    num_loaded = int((entries[:, 2] - entries[:, 1]).sum())
+    window = laid.case.window or 10_000
+    together = 16 // group or 1
+    expected = 0
+    for context, num_tokens in laid.case.spans:
+        for first in range(context - num_tokens, context, together):
+            end = min(first + together, context)
+            expected += end - max(0, first + 1 - window)
+    assert num_loaded == expected
+
+
 @pytest.mark.parametrize("seed", range(12 if DEVICE.type == "cuda" else 6))
 def test_features_do_not_disturb_each_other(seed: int) -> None:
     """Each seed draws a random combination of all features."""
@@ -134,6 +172,12 @@ def test_a_read_of_codes_equals_float64_over_what_they_stand_for(name: str) -> N
     most = 1e-3 if laid.case.dtype == torch.float32 else tolerance(laid.case, DEVICE)
     assert relative_error(TritonAttention(laid.batch).read(read), expected) < most
     assert relative_error(laid.exact, expected) > 2 * most
+
+
+def test_rows_of_one_sequence_share_codes() -> None:
+    """Their queries are turned to the first one's position before they meet the codes."""
+    laid, read = in_codes(replace(cases()["all"], spans=ROWS), DEVICE)
+    check_rows(laid, read, 1e-3)
 
 
 def test_codes_are_written_as_torch_rounds_them() -> None:

@@ -1,6 +1,8 @@
 """The pieces of a decode step cover every key once, and no processor has much more than others."""
 
 import heapq
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.work_list import (
     Cut,
+    Rows,
     WorkList,
     _placed,
     contexts_of,
@@ -32,6 +35,14 @@ contexts = st.lists(st.integers(1, 200_000), min_size=1, max_size=70)
 def work_of(contexts: list[int], cut: Cut = CUT) -> WorkList:
     """The list of whole contexts with one query at their end."""
     return WorkList.of(whole_contexts(np.array(contexts) - 1, cut.window), cut, CPU)
+
+
+def rows_of(positions: Sequence[int], tables: Sequence[int] = (), *, shared: Any = ()) -> Rows:
+    """Rows at these positions, of table 0 and with pages of their own by default."""
+    num_rows = len(positions)
+    same_pages = np.array([*shared, *[False] * (num_rows - len(shared))], dtype=bool)
+    table_ids = np.array([*tables, *[0] * (num_rows - len(tables))])
+    return Rows(np.array(positions), table_ids, same_pages)
 
 
 def tiles_of(entries_E4: Tensor) -> NDArray[np.int64]:
@@ -64,12 +75,14 @@ def check_order_and_slots(work: WorkList) -> dict[int, list[list[int]]]:
     found: dict[int, list[list[int]]] = {}
     slots = []
     for entry in work.entries_EF.tolist():
-        sequence, begin, end, slot = entry[:4]
+        sequence, begin, end, slot, num_tokens = entry[:5]
         if begin < end:
             found.setdefault(sequence, []).append(entry)
-            first, count = work.pieces_S2[sequence].tolist()
-            assert first <= slot < first + count
-            slots.append(slot)
+            for nth in range(num_tokens):
+                first, count = work.pieces_S2[sequence + nth].tolist()
+                assert first <= slot + nth * count < first + count
+                slots.append(slot + nth * count)
+    assert len(slots) <= work.num_slots
     assert sorted(slots) == list(range(len(slots)))
     assert int(work.pieces_S2[:, 1].sum()) == len(slots)
     assert int(work.pieces_S2[:, 1].max()) <= work.most_pieces
@@ -86,13 +99,71 @@ def test_every_key_is_in_one_piece_of_bounded_length(
     found = check_order_and_slots(work)
     for sequence, context in enumerate(contexts):
         first = at = max(0, context - window) if window else 0
-        for _, begin, end, _ in sorted(found[sequence]):
+        for _, begin, end, *_ in sorted(found[sequence]):
             assert begin == at
             assert begin == first or begin % TILE == 0
             at = end
         assert at == context
     tiles_E = tiles_of(work.entries_EF)
     assert tiles_E.max() <= max(8, -(-int(tiles_E.sum()) // CUT.num_places))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 9)), min_size=1, max_size=20),
+    st.sampled_from((1, 2, 5, 16)),
+    st.sampled_from((None, 1, 64, 700)),
+    st.sampled_from(({}, {2: ReRope(100)})),
+)
+def test_tokens_of_one_sequence_read_its_pieces_together(
+    runs: list[tuple[int, int]],
+    most: int,
+    window: int | None,
+    methods: dict[int, PositionMethod],
+) -> None:
+    """Every token has all of its keys, and a run of n tokens reads them n / most times.
+
+    Under a position method, which every third sequence has here, each token reads its own.
+    """
+    positions: list[int] = []
+    tables: list[int] = []
+    shared: list[bool] = []
+    for number, (first, count) in enumerate(runs):
+        positions += range(first, first + count)
+        tables += [number % 3] * count
+        shared += [False, *[True] * (count - 1)]
+    cut = CUT._replace(window=window, most_tokens=most, has_methods=bool(methods))
+    rows = rows_of(positions, tables, shared=shared)
+    found = check_order_and_slots(WorkList.of(contexts_of(rows, cut, methods), cut, CPU, methods))
+    at = 0
+    for number, (first, count) in enumerate(runs):
+        together = 1 if methods and number % 3 == 2 else most
+        for nth in range(0, count, together):
+            num_tokens = min(together, count - nth)
+            pieces = sorted(found.pop(at + nth))
+            assert {each[4] for each in pieces} == {num_tokens}
+            assert pieces[0][1] == max(0, first + nth + 1 - window if window else 0)
+            assert pieces[-1][2] == first + nth + num_tokens
+            assert sum(each[2] - each[1] for each in pieces) == pieces[-1][2] - pieces[0][1]
+        at += count
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("positions", "tables", "shared"),
+    [
+        ([7, 8, 9], [], []),  # other pages
+        ([7, 9, 8], [], [False, True, True]),  # a gap
+        ([7, 8, 9], [0, 1, 0], [False, True, True]),  # other angles
+        ([-1, 0, -1], [], [False, True, True]),  # behind a prompt that other kernels read
+    ],
+)
+def test_other_rows_read_their_own_keys(
+    positions: list[int], tables: list[int], shared: list[bool]
+) -> None:
+    rows = rows_of(positions, tables, shared=shared)
+    contexts = contexts_of(rows, CUT._replace(most_tokens=4), {})
+    assert contexts.num_tokens_S.tolist() == [1, 1, 1]
 
 
 METHODS = (
@@ -113,7 +184,7 @@ def test_pieces_carry_the_ranges_of_a_method(
     """Every second sequence has no method. Each key is in one piece, at the position of its map."""
     cut = CUT._replace(window=window, has_methods=True)
     tables = np.arange(len(positions)) % 2
-    contexts = contexts_of(np.array(positions), tables, cut, {0: method})
+    contexts = contexts_of(rows_of(positions, tables), cut, {0: method})
     found = check_order_and_slots(WorkList.of(contexts, cut, CPU, {0: method}))
     for sequence, position in enumerate(positions):
         ranges = [(0, position + 1, position, KeyMap())]
@@ -124,7 +195,7 @@ def test_pieces_carry_the_ranges_of_a_method(
         for first, stop, query, key_map in ranges:
             at = start = max(first, position + 1 - window if window else 0)
             while at < stop:
-                _, begin, end, _, placed, period, modulus, divisor = next(pieces)
+                _, begin, end, _, _, placed, period, modulus, divisor = next(pieces)
                 assert (begin, placed) == (at, query)
                 assert begin == start or begin % period % TILE == 0
                 for index in (begin, end - 1):
@@ -208,7 +279,7 @@ def test_a_list_is_filled_again_where_it_is() -> None:
     cuts = [CUT, CUT._replace(window=100)]
     lists = {cut: work_of([1, 1, 1], cut) for cut in cuts}
     addresses = [work.numbers.data_ptr() for work in lists.values()]
-    refill(lists, np.array([130_000, 0, 700]), np.zeros(3, dtype=np.int64))
+    refill(lists, rows_of([130_000, 0, 700]))
     for cut, address in zip(cuts, addresses, strict=True):
         expected = work_of([130_001, 1, 701], cut)
         assert lists[cut].numbers.data_ptr() == address

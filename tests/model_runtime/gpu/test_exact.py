@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.attention.batch import Place, Span, build_batch
 from ropewalk.model_runtime.attention.exact_work import FIELDS, ExactCut, ExactWork
+from ropewalk.model_runtime.attention.work_list import Rows
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu.exact import attention, product
 from ropewalk.model_runtime.gpu.exact.attention import ExactAttention
@@ -121,7 +122,7 @@ def test_pieces_of_a_step_are_each_read_once() -> None:
         positions = draw.integers(0, 3000, count)
         work = ExactWork.of([_place(at, each) for at, each in enumerate(positions)], cut, CPU)
         for other in (positions, draw.integers(0, 3000, count), np.full(count, 2999)):
-            numbers = cut.refilled(other, other, {})
+            numbers = cut.refilled(Rows(other, other, other < 0), {})
             assert len(numbers) == work.numbers.numel()
             at = len(numbers) - 3 * count
             entries, merged = numbers[:at].reshape(-1, FIELDS), numbers[at:].reshape(-1, 3)
@@ -166,3 +167,14 @@ def test_a_model_whose_sums_are_unknown_is_refused(monkeypatch: pytest.MonkeyPat
     load_exactly(monkeypatch)
     with pytest.raises(ModelError, match="exact_batches is not served on a GPU for Ministral3"):
         tiny_checkpoint("ministral3", exact_batches=True)
+
+
+def test_tokens_of_one_sequence_are_one_tile_of_a_captured_step() -> None:
+    """As in a step that is not captured; a fifth token begins another tile."""
+    cut = ExactCut(None, 64, 4, 5, 60)
+    positions, is_same = np.array([9, 10, 11, 12, 13, 7]), np.array([False, *[True] * 4, False])
+    numbers = cut.refilled(Rows(positions, np.zeros(6, np.int64), is_same), {})
+    entries = numbers[: len(numbers) - 3 * 6].reshape(-1, FIELDS)
+    assert [(each[1], each[2], each[3]) for each in entries if each[2]] == [
+        *((0, 4, 9), (4, 1, 13), (5, 1, 7)),
+    ]

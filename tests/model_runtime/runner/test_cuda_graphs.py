@@ -22,6 +22,7 @@ from ropewalk.model_runtime.attention import work_list
 from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.work_list import WorkList
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.errors import ModelError
@@ -121,6 +122,8 @@ def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> Non
         expected, got = talk.step(step, num_logits)
         assert len(got) == sum(num_logits.get(index, 1) for index in step)
         torch.testing.assert_close(got, expected, atol=3e-5, rtol=1e-5)
+        for work in lists_of(recorded, sum(step.values())):
+            assert int(work.entries_EF[:, 4].max()) == max(step.values()), "read together"
     assert record.num_replayed == len(steps)
     for layer_idx in checkpoint.plans:
         for one, other in zip(
@@ -130,7 +133,10 @@ def test_short_prompts_are_rows_of_replayed_steps(checkpoint: Checkpoint) -> Non
 
 
 def test_larger_prompts_and_other_steps_are_not_replayed(llama_checkpoint: Checkpoint) -> None:
-    """The bounds are tokens, rows of logits, sequences, and keys that the rows of prompts read."""
+    """The bounds are tokens, rows of logits, sequences, and keys that the rows of prompts see.
+
+    Sixteen tokens of a prompt are rows behind any context.
+    """
     tables = RopeTables(llama_checkpoint.native, 16, 256, torch.device("cpu"))
 
     def never(*_: object) -> Any:
@@ -138,23 +144,32 @@ def test_larger_prompts_and_other_steps_are_not_replayed(llama_checkpoint: Check
 
     limits = CaptureLimits(256, 6, 9)
     of_decodes = DecodeGraphs(never, tables, never, limits, page_size=16)
-    more = replace(limits, max_prompt_rows=16, most_prompt_keys=10 + 5 * 100 + 15)
+    more = replace(limits, max_prompt_rows=64)
     of_prompts = DecodeGraphs(never, tables, never, more, page_size=16)
     four, last = Span([5] * 4, 0, [0], 0, range(3, 4)), range(4, 5)
-    behind = Span([5] * 5, 100, range(1, 8), 0, last)
+    behind = Span([5] * 32, 4079, range(1, 300), 0, last)
+    assert sum(range(4080, 4080 + 32)) <= 131_072 < sum(range(4081, 4081 + 32))
     decode = Span([5], 200, range(20, 33), 0, range(1))
     for spans, is_taken in (
         ([four, behind, decode], True),
         ([four._replace(logit_rows=range(4)), behind, decode], True),  # as many as sequences
         ([four._replace(logit_rows=range(4)), behind._replace(logit_rows=range(2, 5))], False),
-        ([four, behind._replace(first_position=101), decode], False),
-        ([four._replace(token_ids=[5] * 16), decode], False),
+        ([four, behind._replace(first_position=4080), decode], False),
+        ([behind._replace(token_ids=[5] * 16, first_position=100_000), decode], True),
+        ([four._replace(token_ids=[5] * 64), decode], False),
         ([decode._replace(logit_rows=range(0)), decode], True),  # a chunk of one token
     ):
         assert of_prompts.takes(spans) == is_taken, spans
         assert not of_decodes.takes(spans)
     assert of_decodes.takes([decode] * 6)
     assert not of_decodes.takes([decode] * 7)
+
+
+def lists_of(runner: ModelRunner, num_rows: int) -> list[WorkList]:
+    """The work lists of the recorded step for so many rows."""
+    assert runner._graphs is not None
+    size = min(each for each in runner._graphs._recorded if each >= num_rows)
+    return [*runner._graphs._recorded[size].batch.work_lists.values()]
 
 
 def pages_of(runner: ModelRunner) -> KVCache:

@@ -51,6 +51,11 @@ class Sizes(NamedTuple):
         return tile_len(TILE, max(self.dim, self.value_dim), self.multiplied)
 
     @property
+    def most_tokens(self) -> int:
+        """Return the number of tokens of a sequence that fill the rows of a product."""
+        return padded(self.group) // self.group
+
+    @property
     def multiplied(self) -> torch.dtype:
         """Return the type in which keys and values are multiplied."""
         return torch.float16 if self.dtype == torch.int8 else self.dtype
