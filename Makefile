@@ -114,14 +114,13 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \
-		tests/model_runtime/attention/test_triton_quantised.py \
 		tests/model_runtime/gpu
 	$(GPU_TEST) -m alone tests/gpu
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
 	@$(GPU_PYTHON) -m benchmarks.gpu.needs
 	mkdir -p build
-	$(GPU_PYTHON) -m benchmarks.gpu.attention --parts decode,prefill,tuning --record build/gpu.jsonl \
+	$(GPU_PYTHON) -m benchmarks.gpu.attention --parts decode,rows,prefill,tuning --record build/gpu.jsonl \
 		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
 gpu-bench-model:  ## a whole model there, beside transformers

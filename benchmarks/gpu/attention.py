@@ -36,7 +36,7 @@ from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
 from ropewalk.model_runtime.attention.prompt_groups import Prompts
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
-from ropewalk.model_runtime.attention.work_list import WorkList, whole_contexts
+from ropewalk.model_runtime.attention.work_list import Rows, WorkList, contexts_of
 from ropewalk.model_runtime.gpu.attend import attend
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.cards.tuning import Tuning, tuning_of
@@ -45,7 +45,7 @@ from ropewalk.model_runtime.gpu.prefill import prefill
 from ropewalk.rope.angles import offset_angles, page_start_angles, position_angles
 from ropewalk.studies.harness.jsonl_file import LineFile
 
-PARTS = ("decode", "prefill", "tuning", "positions")
+PARTS = ("decode", "rows", "prefill", "tuning", "positions")
 Sequences = Sequence[tuple[int, int]]  # numbers of sequences by context: (context, sequences)
 _MOST_ERROR = 1e-2
 _TUNINGS = tuple(
@@ -98,6 +98,8 @@ def measure(
     if "decode" in parts:
         for sequences in (*(((each),) for each in sizes.decodes), *sizes.mixed):
             yield {"part": "decode", **_decode(cache, sequences, copy)}
+    if "rows" in parts:
+        yield from _rows(cache)
     if "prefill" in parts:
         yield from _prefill(cache, matrix)
     if "tuning" in parts:
@@ -201,9 +203,9 @@ def _decode(cache: Cache, sequences: Sequences, copy: float) -> dict[str, Any]:
 
 def _decode_work(read: LayerRead, batch: Batch, tuning: Tuning) -> Work:
     """Return the call that is measured, with its list of pieces made before."""
-    position_S = np.array([place.first_position for place in batch.places_S])
-    cut = cut_of(read, tuning)
-    work = WorkList.of(whole_contexts(position_S, cut.window), cut, read.query_THD.device)
+    _, _, position_S, table_id_S = np.array(batch.places_S).T
+    rows, cut = Rows(position_S, table_id_S, np.array(batch.same_pages_S)), cut_of(read, tuning)
+    work = WorkList.of(contexts_of(rows, cut, {}), cut, read.query_THD.device)
     out_THV = torch.empty_like(read.query_THD)
     return lambda: decode(read, batch, work, out_THV, tuning)
 
@@ -216,11 +218,33 @@ def _decode_seconds(
     tuning: Tuning | None = None,
 ) -> tuple[float, float]:
     """Return the time of the first call, with the host's part, and the median of a replay."""
-    batches = cache.decode_batches(sequences)
+    return _batch_seconds(cache, cache.decode_batches(sequences), turned=turned, tuning=tuning)
+
+
+def _batch_seconds(
+    cache: Cache, batches: Sequence[Batch], *, turned: bool = True, tuning: Tuning | None = None
+) -> tuple[float, float]:
+    """Return the times of the first batch's first call, and of a replay of one batch."""
     read = cache.read(len(batches[0].page_T), turned=turned)
     works = [_decode_work(read, batch, tuning or tuning_of(read)) for batch in batches]
     first_s = first_seconds(cache.device, works[0])
     return first_s, seconds(cache.device, works, cache.sizes.repeats)
+
+
+def _rows(cache: Cache) -> Iterator[dict[str, Any]]:
+    """Measure tokens of one sequence as rows that read its keys together, and each alone."""
+    for context, count, num_tokens in cache.sizes.rows:
+        took = {}
+        for shared in (True, False):
+            batches = cache.row_batches(context, count, num_tokens, shared=shared)
+            _, took[shared] = _batch_seconds(cache, batches)
+        yield {
+            "part": "rows",
+            "batch": f"{count} x {num_tokens} behind {context - num_tokens:,}",
+            "seconds": took[True],
+            "alone_seconds": took[False],
+            "over_alone": took[True] / took[False],
+        }
 
 
 def _tuned(cache: Cache, sequences: Sequences, copy: float) -> Iterator[dict[str, Any]]:

@@ -4,14 +4,14 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = dimensions of
 O = offsets in a page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
 import torch
 
-from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch, single_rows
 from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
@@ -32,6 +32,7 @@ class Sizes:
     dtype: torch.dtype
     decodes: tuple[tuple[int, int], ...]  # context, sequences
     mixed: tuple[tuple[tuple[int, int], ...], ...]  # batches of several (context, sequences)
+    rows: tuple[tuple[int, int, int], ...]  # context, sequences, and tokens of each
     tuned: tuple[tuple[int, int], ...]  # the decodes that are also measured with other tunings
     prompts: tuple[tuple[int, int], ...]  # first position and tokens of what a prefill computes
     last_position: int  # the angles before it are compared
@@ -64,6 +65,8 @@ LLAMA_3_8B = Sizes(
         ((131_072, 8), (1024, 7)),
         ((3001, 3), (1000, 9)),
     ),
+    # Drafts of 3 and 7, and a question of 60 tokens, behind their contexts.
+    rows=((8192, 1, 4), (8192, 16, 4), (32_768, 1, 8), (32_768, 1, 60)),
     tuned=((4096, 64), (32_768, 8), (131_072, 1)),
     prompts=((0, 32_768), (30_720, 2048), (0, 1000), (0, 3001), (1000, 3001)),
     last_position=1_048_576,
@@ -82,6 +85,7 @@ TINY = Sizes(
     dtype=torch.float32,
     decodes=((100, 1), (130, 2)),
     mixed=(((300, 1), (20, 2)),),
+    rows=((130, 2, 4),),
     tuned=((100, 1),),
     prompts=((0, 80), (64, 16), (0, 37)),
     last_position=4096,
@@ -150,11 +154,34 @@ class Cache:
 
         `sequences`: numbers of sequences by context, (context, sequences).
         """
+        return [
+            build_batch(spans, PAGE_SIZE, self.device) for spans in self._last_tokens(sequences)
+        ]
+
+    def row_batches(
+        self, context: int, count: int, num_tokens: int, *, shared: bool
+    ) -> list[Batch]:
+        """Build batches whose rows are the last tokens of each sequence.
+
+        `shared`: those of a sequence read its keys together; otherwise, each row reads them.
+        """
+        batches = []
+        for spans in self._last_tokens(((context, count),)):
+            first = context - num_tokens
+            rows = single_rows(
+                [each._replace(token_ids=[0] * num_tokens, first_position=first) for each in spans]
+            )
+            if not shared:
+                rows = [row._replace(pages=list(row.pages)) for row in rows]
+            batches.append(build_batch(rows, PAGE_SIZE, self.device))
+        return batches
+
+    def _last_tokens(self, sequences: Sequence[tuple[int, int]]) -> Iterator[list[Span]]:
+        """Yield the last token of each sequence, over pages of its own, for each batch."""
         contexts = [context for context, count in sequences for _ in range(count)]
         pages = iter(self._shuffled)
-        batches = []
         for _ in range(self._num_copies(sequences)):
-            spans = [
+            yield [
                 Span(
                     [0],
                     context - 1,
@@ -164,8 +191,6 @@ class Cache:
                 )
                 for context in contexts
             ]
-            batches.append(build_batch(spans, PAGE_SIZE, self.device))
-        return batches
 
     def chunk_batch(self, first: int, num_tokens: int) -> Batch:
         pages = self._shuffled[: -(-(first + num_tokens) // PAGE_SIZE)]

@@ -16,6 +16,12 @@ _DECODE: tuple[Column, ...] = (
     ("at read / at write", lambda row: f"{row['over_rotated']:.3f}"),
     ("ms, first call", lambda row: f"{row['first_s'] * 1e3:.4g}"),
 )
+_ROWS: tuple[Column, ...] = (
+    ("sequences x tokens", lambda row: row["batch"]),
+    ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
+    ("ms, each token alone", lambda row: f"{row['alone_seconds'] * 1e3:.4g}"),
+    ("together / alone", lambda row: f"{row['over_alone']:.3f}"),
+)
 _PREFILL: tuple[Column, ...] = (
     ("tokens", lambda row: f"{row['tokens']:,}"),
     ("context", lambda row: f"{row['context']:,}"),
@@ -42,7 +48,7 @@ _POSITIONS: tuple[Column, ...] = (
     ("difference to the reference", lambda row: f"{row['error']:.2g}"),
 )
 _PARTS = (
-    *(("decode", _DECODE), ("prefill", _PREFILL), ("tuning", _TUNING)),
+    *(("decode", _DECODE), ("rows", _ROWS), ("prefill", _PREFILL), ("tuning", _TUNING)),
     ("positions", _POSITIONS),
 )
 

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.attention import angle_errors
 from benchmarks.gpu.inputs import LLAMA_3_8B
+from ropewalk.model_runtime.attention.batch import build_batch, single_rows
 from ropewalk.model_runtime.attention.prompt_groups import Mask
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import EngineConfig
@@ -58,6 +59,22 @@ def test_long_contexts_equal_float64(spans: tuple[tuple[int, int], ...]) -> None
     laid = Laid(Case(spans=spans, **LLAMA_HEADS), CUDA)
     got_THV = TritonAttention(laid.batch).read(laid.read)
     assert relative_error(got_THV, laid.expected()) < 1e-2
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (64, 8)])
+def test_rows_behind_long_contexts_equal_float64(
+    heads: tuple[int, int], window: int | None, *, has_sinks: bool
+) -> None:
+    """Four, sixteen and two tokens of a sequence read its keys together, beside decodes."""
+    spans = ((8192, 4), (5000, 1), (20_000, 8), (60, 60), (4097, 3))
+    layer = {**LLAMA_HEADS, "heads": heads, "window": window, "has_sinks": has_sinks}
+    laid = Laid(Case(spans=spans, page_size=64, **layer), CUDA)
+    batch = build_batch(single_rows(laid.spans), 64, CUDA)
+    assert relative_error(TritonAttention(batch).read(laid.read), laid.expected()) < 1e-2
+    (work,) = batch.work_lists.values()
+    assert int(work.entries_EF[:, 4].max()) == 16 * heads[1] // heads[0]
 
 
 # Whole prompts, chunks behind a context, and single tokens between them.
