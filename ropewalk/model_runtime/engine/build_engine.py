@@ -81,7 +81,7 @@ def _built(
         if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config, num_long)
     if is_captured:
-        num_tokens = captured_tokens(config, profiles, make)
+        num_tokens = captured_tokens(checkpoint, config, profiles, make)
         limits = CaptureLimits(
             config.max_model_len,
             config.max_decode_rows,
@@ -218,13 +218,17 @@ def warm_up(
 
 
 def captured_tokens(
-    config: EngineConfig, profiles: Iterable[Profile], make: Callable[..., ModelRunner]
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    profiles: Iterable[Profile],
+    make: Callable[..., ModelRunner],
 ) -> int:
     """Return the most tokens of a captured step whose prompts are no rows (prompt_graphs.py).
 
-    0: there is none, because a part of it is queued.
+    0: there is none, because a part of it is queued, or the lists of exact batches have no room for
+    other prompts.
     """
-    is_alone = isinstance(make, type)
+    is_alone = isinstance(make, type) and not checkpoint.exact_batches
     has_methods = any(profile.positions is not None for profile in profiles)
     return config.max_prompt_rows if is_alone and not has_methods else 0
 

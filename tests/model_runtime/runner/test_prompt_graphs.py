@@ -3,6 +3,7 @@
 The model's forward is the list of launches that a GPU runs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.prompt_groups import PaddedPrompts
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.engine.build_engine import captured_tokens
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
 from ropewalk.model_runtime.gpu.program.trace import traced
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.runner import prompt_graphs
@@ -182,6 +185,15 @@ def test_steps_without_room_are_queued(runners: list[ModelRunner]) -> None:
         assert graphs.takes(spans) == is_taken, spans
     tables.id_of(Profile(Unscaled(), None, ReRope(16)))
     assert not graphs.takes([prompt])
+
+
+def test_no_prompts_are_captured_whose_part_is_queued(llama_checkpoint: Checkpoint) -> None:
+    """Position methods, and the lists of exact batches, which have room for single tokens only."""
+    exact, config = replace(llama_checkpoint, exact_batches=True), CONFIG
+    far = Profile(Unscaled(), None, ReRope(16))
+    assert captured_tokens(llama_checkpoint, config, [PLAIN], ModelRunner) > 0
+    assert captured_tokens(llama_checkpoint, config, [PLAIN, far], ModelRunner) == 0
+    assert captured_tokens(exact, config, [PLAIN], ModelRunner) == 0
 
 
 @pytest.mark.parametrize("most", [0, 63, 64, 300, 2048, 5000])

@@ -165,7 +165,7 @@ def profile_memory(
             meter.reset()
             begun = meter.read()
             # Sampling is not captured.
-            num_tokens = captured_tokens(config, profiles, make)
+            num_tokens = captured_tokens(checkpoint, config, profiles, make)
             runner.run(captured_step(tried, table_id, checkpoint.vocab_size, num_tokens))
             if prompt_sizes(num_tokens):
                 largest = replace(
