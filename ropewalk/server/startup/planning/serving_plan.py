@@ -131,7 +131,7 @@ def _refuse_inexact(
     reads = "exact_batches on a GPU needs"
     if settings.kv_cache_dtype != EXACT:
         raise SettingsError(f"{reads} kv_cache_dtype {EXACT}, got {settings.kv_cache_dtype}")
-    if settings.activations != "exact":
+    if settings.activations not in {"auto", "exact"}:
         raise SettingsError(f"{reads} activations exact, got {settings.activations}")
     if settings.tensor_parallel_size > 1:
         raise SettingsError(f"{reads} tensor_parallel_size 1, got {settings.tensor_parallel_size}")
