@@ -60,25 +60,16 @@ def planned_storage(
         refuse_int8(outline.device.type, is_divided=is_divided)
     if activations not in {"auto", "exact"}:
         refuse_rounding(outline.device.type, activations, is_divided=is_divided)
-    found = None
-    if weights != "dequantised" and not is_divided:
-        found = _storage(outline, weights)
-    elif weights == "stored" and outline.device.type != "cpu" and _in_codes(outline):
-        raise ModelError(DIVIDED_STORED)
+    found = _storage(outline, weights, is_divided=is_divided)
     has_few_bits = found is not None and bool(found.low_products or found.expert_bytes)
-    if activations == "auto":
-        is_fast = has_few_bits and weights == "stored" and _multiplies_bytes(outline.device)
-        activations = "int8" if is_fast else "exact"
-    if activations == "exact":
-        return found
-    if activations == "fp8":
-        if outline.has_weights and not (found and any("fp8" in each for each in found.by_format)):
-            raise ModelError(NEEDS_FP8)
-        return found
+    is_fast = has_few_bits and weights == "stored" and _multiplies_bytes(outline.device)
     if found is not None and has_few_bits:
-        found.is_rounding = True
-    elif outline.has_weights:
+        found.is_rounding = activations == "int8" or (activations == "auto" and is_fast)
+    elif activations == "int8" and outline.has_weights:
         raise ModelError(NEEDS_FEW_BITS)
+    has_fp8 = found is not None and any("fp8" in each for each in found.by_format)
+    if activations == "fp8" and outline.has_weights and not has_fp8:
+        raise ModelError(NEEDS_FP8)
     return found
 
 
@@ -92,7 +83,11 @@ def _multiplies_bytes(device: torch.device) -> bool:
     return MULTIPLIES_BYTES
 
 
-def _storage(outline: ModelConfig, weights: Weights) -> Storage | None:
+def _storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Storage | None:
+    if is_divided and weights == "stored" and outline.device.type != "cpu" and _in_codes(outline):
+        raise ModelError(DIVIDED_STORED)
+    if is_divided or weights == "dequantised":
+        return None
     if not has_cpu_kernels(outline.device):
         return _in_codes(outline) if weights == "stored" else None
     path = Path(outline.source)
