@@ -60,7 +60,9 @@ def planned_storage(
         refuse_int8(outline.device.type, is_divided=is_divided)
     if activations not in {"auto", "exact"}:
         refuse_rounding(outline.device.type, activations, is_divided=is_divided)
-    found = _storage(outline, weights, is_divided=is_divided)
+    if is_divided:
+        _refuse_divided(outline, weights)
+    found = None if is_divided else _storage(outline, weights)
     has_few_bits = found is not None and bool(found.low_products or found.expert_bytes)
     is_fast = has_few_bits and weights == "stored" and _multiplies_bytes(outline.device)
     if found is not None and has_few_bits:
@@ -83,10 +85,13 @@ def _multiplies_bytes(device: torch.device) -> bool:
     return MULTIPLIES_BYTES
 
 
-def _storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Storage | None:
-    if is_divided and weights == "stored" and outline.device.type != "cpu" and _in_codes(outline):
+def _refuse_divided(outline: ModelConfig, weights: Weights) -> None:
+    if weights == "stored" and outline.device.type != "cpu" and _in_codes(outline):
         raise ModelError(DIVIDED_STORED)
-    if is_divided or weights == "dequantised":
+
+
+def _storage(outline: ModelConfig, weights: Weights) -> Storage | None:
+    if weights == "dequantised":
         return None
     if not has_cpu_kernels(outline.device):
         return _in_codes(outline) if weights == "stored" else None
