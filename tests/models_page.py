@@ -135,8 +135,8 @@ def _on_gpu(architecture: str) -> str:
         forward = FlatForward(model, traced(model, plans), plans)
     except UntraceableError as error:
         return f"modules: {error}"
-    prompts = PagedPrompts(model, plans, native, original, states=states)
-    reason = install_forward(prompts, forward)
+    prompts = PagedPrompts(model, plans, native, original.ids, states=states)
+    reason = install_forward(prompts, forward, original.threshold)
     if reason is not None:
         return f"modules: its list {reason}"
     whole = {type(each.module).__name__ for each in forward._launches if each.module is not None}

@@ -35,14 +35,14 @@ from ropewalk.model_runtime.loading.files.pretrained import (
     from_pretrained,
     load_tokenizer,
 )
+from ropewalk.model_runtime.loading.full_check import FullCheck
 from ropewalk.model_runtime.loading.generation_config import generation_of
-from ropewalk.model_runtime.loading.install_forward import install_forward
+from ropewalk.model_runtime.loading.known_check import CheckMemory, OtherBitsError, check_memory
 from ropewalk.model_runtime.loading.load_faults import faults_of
 from ropewalk.model_runtime.loading.load_progress import logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.low_bits.quantise import Distance, quantise_model
-from ropewalk.model_runtime.loading.low_bits.rounding import with_rounded_rows
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     Activations,
     Storage,
@@ -71,16 +71,13 @@ from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.self_check import (
     PagedPrompts,
     SelfCheckReport,
-    check,
-    check_structure,
     has_same_bits,
 )
 from ropewalk.model_runtime.loading.text_part import factory_of
 from ropewalk.model_runtime.page_groups import ONE_GROUP, PageGroups
 from ropewalk.model_runtime.probing.probe import text_config
 from ropewalk.model_runtime.probing.untouched import (
-    original_logits,
-    original_structure,
+    prompt_ids,
     text_ids_of,
 )
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
@@ -146,6 +143,7 @@ def load_checkpoint(
     on_phase: OnPhase = no_phases,
     on_native: Callable[[NativeRope], object] | None = None,
     division: Division | None = None,
+    remembers: bool = False,
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
@@ -154,7 +152,8 @@ def load_checkpoint(
     and `auto` is that of `planned_storage`.
     `exact_batches`: as `prepare_model` has it. `on_native` gets the rotary tables of the config
     before any weight is read, and may raise. `division`: this process is one of several that hold
-    the model together.
+    the model together. `remembers`: a check of the same files by an earlier process counts
+    (known_check.py), on a CPU and in one process.
     """
     versions = file_versions(source)
     model_config = read_model_config(
@@ -173,56 +172,99 @@ def load_checkpoint(
             activations = "int8" if planned is not None and planned.is_rounding else "exact"
     if on_native is not None:
         on_native(model_config.native())
-    on_phase("loading weights")
-    _log.info(
-        "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
-    )
-    path, left_out = Path(model_config.source), notes_of(model_config)
-    if path.is_file():
-        how = weights, activations, exact_batches
-        loaded = _load_gguf(path, model_config, how, on_phase, division)
-        left_out += loaded.left_out
-        return replace(
-            loaded, outline=model_config, source=path, versions=versions, left_out=left_out
-        )
-    keeps_bits, codes_on = _keeps_bits(weights, division), _codes_on(where)
-    is_held = keeps_bits and (codes_on is not None or is_kept(model_config.stored))
-    if model_config.stored is not None and not is_held:
-        name = str(number_type).removeprefix("torch.")
-        on_phase(f"dequantising {model_config.stored} to {name}")
-    with faults_of(str(source), number_type, where):
-        read_type = number_type
-        if division is not None and model_config.stored is None:
-            read_type = division.read_dtype(getattr(model_config.config, "dtype", None), read_type)
-        model = _load_model(
-            model_config,
-            read_type,
-            trust_remote_code=trust_remote_code,
-            keeps_bits=keeps_bits,
-            device=codes_on,
-        )
-        model = _placed(model, number_type, where, division)
-        tokenizer, end_ids = tokenizer_of(model_config)
-        low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
+    memory = None
+    if remembers and division is None and has_cpu_kernels(where):
+        facts = {"dtype": str(number_type), "weights": weights, "activations": activations}
+        memory = check_memory(versions, facts)
+    how = _How(weights, activations, exact_batches, on_phase, division, memory)
+    try:
+        return _load(model_config, versions, how)
+    except OtherBitsError:
+        assert memory is not None
+    # Here, because the error kept the first model alive.
+    return _load(model_config, versions, replace(how, memory=memory.without_known()))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a load was asked for, and what it finds of an earlier one."""
+
+    weights: Weights
+    activations: Activations
+    exact_batches: bool
+    on_phase: OnPhase
+    division: Division | None
+    memory: CheckMemory | None
+
+    @property
+    def keeps_bits(self) -> bool:
+        return self.weights != "dequantised" and self.division is None
+
+
+def _load(outline: ModelConfig, versions: Mapping[Path, str | None], how: _How) -> Checkpoint:
+    """Read, patch and check. Raises ModelError, or OtherBitsError as `prepare_model` does."""
+    path, dtype, device = Path(outline.source), outline.dtype, outline.device
+    how.on_phase("loading weights")
+    _log.info("loading_weights", model=str(path), dtype=str(dtype), device=str(device))
+    with faults_of(str(path), dtype, device):
+        read = _read_gguf if path.is_file() else _read_folder
+        model = read(outline, how)
+        if how.division is None:
+            model = model.to(device).eval()
+        else:  # the weights to divide are still in their files
+            model = how.division.leave_in_file(model, dtype, device).eval()
+        tokenizer, end_ids = tokenizer_of(outline)
+        low_bits = _quantised(model, tokenizer, how)
         checkpoint = prepare_model(
             model,
             tokenizer,
             end_ids,
-            generation_of(model_config).sampling,
-            on_phase,
-            activations=activations,
-            exact_batches=exact_batches,
-            division=division,
+            generation_of(outline).sampling,
+            how.on_phase,
+            activations=how.activations,
+            exact_batches=how.exact_batches,
+            division=how.division,
+            memory=how.memory,
         )
-        left_out += checkpoint.left_out
-        return replace(
-            checkpoint,
-            outline=model_config,
-            source=path,
-            versions=versions,
-            left_out=left_out,
-            **low_bits,
-        )
+    return replace(
+        checkpoint,
+        outline=outline,
+        source=path,
+        versions=versions,
+        left_out=notes_of(outline) + checkpoint.left_out,
+        **low_bits,
+    )
+
+
+def _read_folder(outline: ModelConfig, how: _How) -> Any:
+    """Read the weights of a folder. Raises ModelError."""
+    codes_on, dtype = _codes_on(outline.device), outline.dtype
+    is_held = how.keeps_bits and (codes_on is not None or is_kept(outline.stored))
+    if outline.stored is not None and not is_held:
+        name = str(dtype).removeprefix("torch.")
+        how.on_phase(f"dequantising {outline.stored} to {name}")
+    if how.division is not None and outline.stored is None:
+        dtype = how.division.read_dtype(getattr(outline.config, "dtype", None), dtype)
+    return _load_model(outline, dtype, keeps_bits=how.keeps_bits, device=codes_on)
+
+
+def _read_gguf(outline: ModelConfig, how: _How) -> Any:
+    """Read the weights of a GGUF file. Raises ModelError."""
+    path = Path(outline.source)
+    file = read_gguf(path)
+    types = (each.type_name for each in file.tensors.values())
+    keeps_bits = how.keeps_bits and any(map(format_of_type, types))
+    sizes = file.num_bytes, num_parameters(file)
+    how.on_phase(_gguf_phase(*sizes, outline.dtype, keeps_bits=keeps_bits))
+    if how.division is not None:
+        how.division.read_dtype(None, outline.dtype)
+    return load_gguf_model(
+        path,
+        outline.config,
+        outline.dtype,
+        keeps_bits=keeps_bits,
+        device=_codes_on(outline.device),
+    )
 
 
 def tokenizer_of(outline: ModelConfig) -> tuple[Tokenizer, frozenset[int]]:
@@ -242,79 +284,20 @@ def rowless_ends(end_ids: frozenset[int], vocab_size: int) -> dict[int, str]:
     return {each: f"the tokenizer's end token {each} {told}" for each in rowless}
 
 
-def _keeps_bits(weights: Weights, division: Division | None) -> bool:
-    return weights != "dequantised" and division is None
-
-
 def _codes_on(device: torch.device) -> torch.device | None:
     """Return the device of weights as codes; None: a CPU's kernels read panels."""
     return None if has_cpu_kernels(device) else device
 
 
-def _placed(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, division: Division | None
-) -> nn.Module:
-    """Return a loaded model on its device, or with the weights to divide still in their files."""
-    placed = model.to(device) if division is None else division.leave_in_file(model, dtype, device)
-    return placed.eval()
-
-
-def _quantised(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    weights: Weights,
-    activations: Activations,
-    on_phase: OnPhase,
-) -> dict[str, Any]:
+def _quantised(model: nn.Module, tokenizer: Tokenizer, how: _How) -> dict[str, Any]:
     """Quantise a loaded model if that is asked for; return the fields of Checkpoint about it."""
     distance = None
-    if weights == "int8":
-        on_phase("quantising weights to int8")
+    if how.weights == "int8":
+        how.on_phase("quantising weights to int8")
         distance = quantise_model(model, tokenizer)
     found = storage_of(model)
-    found.is_rounding = activations == "int8"
+    found.is_rounding = how.activations == "int8"
     return {"low_bits": found, "distance": distance} if found.by_format else {}
-
-
-def _load_gguf(
-    path: Path,
-    model_config: ModelConfig,
-    how: tuple[Weights, Activations, bool],
-    on_phase: OnPhase,
-    division: Division | None,
-) -> Checkpoint:
-    """Load, patch and check the model of a GGUF file. Raises ModelError."""
-    weights, activations, exact_batches = how
-    where, number_type = model_config.device, model_config.dtype
-    file = read_gguf(path)
-    types = (each.type_name for each in file.tensors.values())
-    keeps_bits = _keeps_bits(weights, division) and any(map(format_of_type, types))
-    on_phase(_gguf_phase(file.num_bytes, num_parameters(file), number_type, keeps_bits=keeps_bits))
-    with faults_of(str(path), number_type, where):
-        tokenizer, end_ids = load_gguf_tokenizer(path)
-        generation = generation_of(model_config)
-        if division is not None:
-            division.read_dtype(None, number_type)
-        model = load_gguf_model(
-            path,
-            model_config.config,
-            number_type,
-            keeps_bits=keeps_bits,
-            device=_codes_on(where),
-        )
-        model = _placed(model, number_type, where, division)
-        low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
-        checkpoint = prepare_model(
-            model,
-            tokenizer,
-            end_ids,
-            generation.sampling,
-            on_phase,
-            activations=activations,
-            exact_batches=exact_batches,
-            division=division,
-        )
-        return replace(checkpoint, **low_bits)
 
 
 def _gguf_phase(
@@ -337,59 +320,55 @@ def prepare_model(
     activations: Activations = "exact",
     exact_batches: bool = False,
     division: Division | None = None,
+    memory: CheckMemory | None = None,
 ) -> Checkpoint:
     """Patch a loaded model in place and check it. Raises ModelError.
 
     `exact_batches`: a row has the same bits in any batch on a GPU, too, or the model is refused.
-    A model that is divided is compared with the whole one, as any other is.
+    A model that is divided is compared with the whole one, as any other is. `memory`: what an
+    earlier check found counts if the bits are the same, and OtherBitsError is raised if not.
     """
     parameter = next(model.parameters())
     make_current(parameter.device)  # trials launch kernels
     native = read_native_rope(model)
     is_ruled = rule_experts(model, division)
     on_phase("checking the model")
-    _log.info("self_check", model=type(model).__name__)
-    structure = original_structure(model, native)
     text_ids = text_ids_of(model, tokenizer)
-    original = original_logits(model, native, text_ids=text_ids)
+    ids = prompt_ids(model, text_ids)
+    known = None if memory is None else memory.known
+    _log.info("self_check", model=type(model).__name__, known=known is not None)
+    check = known or FullCheck(model, native, ids, text_ids)
     plans, states = patch_with_states(model, native)
-    check_structure(model, plans, native, structure, states)
+    check.compare_structure(model, plans, states)
     if division is not None:
         division.divide(model)
         plans = plans_of_part(model, plans)
-    is_packed = has_cpu_kernels(parameter.device)
-    if not (is_packed or exact_batches):
-        choose_products(model, keeps_fp8=activations == "fp8")
-    program = None
-    forward: Any = None
-    if is_packed:
+    program, forward = None, None
+    if has_cpu_kernels(parameter.device):
         program = pack(model, plans, division, is_ruled=is_ruled)
-    elif has_gpu_kernels(parameter.device) and division is None:
-        forward = _gpu_forward(model, plans, exact_batches=exact_batches)
     else:
-        if division is not None:
-            division.note_products(model, parameter.dtype, parameter.device)
-        replace_norms(model)
-    paged_prompts = partial(PagedPrompts, model, plans, native, original, states=states)
+        if not exact_batches:
+            choose_products(model, keeps_fp8=activations == "fp8")
+        forward = _gpu_forward(model, plans, division, exact_batches=exact_batches)
+    paged_prompts = partial(PagedPrompts, model, plans, native, ids, states=states)
     exact_batches = exact_batches and has_gpu_kernels(parameter.device)  # a CPU's always are
     if exact_batches:
         paged_prompts = partial(paged_prompts, exact_batches=True)
-    prompts = paged_prompts()
-    report, rounding, scales = check(prompts), None, prompts.scales()
+    check.compare_products(paged_prompts)
     if activations != "exact":
         on_phase(f"rounding activations to {activations}")
-        rounded = with_rounded_rows(paged_prompts, prompts, report, text_ids, activations)
-        prompts, report, rounding = rounded
-    few_bits = stored_products_text(model)
-    products = few_bits or BY_TORCH
-    if is_packed:
-        products = products_text(model, parameter.dtype)
-        forward = None if program is None else decoder_of(model, plans, program)
-    is_installed = forward is not None and install_forward(prompts, forward) is None
+        check.round_rows(model, activations)
+    if program is not None:
+        forward = decoder_of(model, plans, program)
+    is_installed = forward is not None and check.install(model, forward)
+    report = check.report
     if exact_batches:
         _refuse_other_bits(paged_prompts(), is_installed=is_installed)
         report = replace(report, bitwise=True)
-        products = exact_products(has_few_bits=bool(few_bits))
+    served = paged_prompts()
+    digest, scales = served.digest(), served.scales()
+    if memory is not None:
+        memory.conclude(report, check.rounding, has_program=is_installed, digest=digest)
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(
@@ -403,17 +382,41 @@ def prepare_model(
         parameter.dtype,
         parameter.device,
         report,
-        products,
+        _products(model, exact_batches=exact_batches),
         states=states,
-        rounding=rounding,
+        rounding=check.rounding,
         left_out=tuple(rowless.values()),
         scales=scales,
         exact_batches=exact_batches,
     )
 
 
-def _gpu_forward(model: nn.Module, plans: Mapping[int, LayerPlan], *, exact_batches: bool) -> Any:
-    """Return the list of launches of a model on a GPU; None if it has none, with other norms."""
+def _products(model: nn.Module, *, exact_batches: bool) -> str:
+    """Return how a prepared model's weights lie and are multiplied, for the banner."""
+    parameter = next(model.parameters())
+    if has_cpu_kernels(parameter.device):
+        return products_text(model, parameter.dtype)
+    few_bits = stored_products_text(model)
+    return exact_products(has_few_bits=bool(few_bits)) if exact_batches else few_bits or BY_TORCH
+
+
+def _gpu_forward(
+    model: nn.Module,
+    plans: Mapping[int, LayerPlan],
+    division: Division | None,
+    *,
+    exact_batches: bool,
+) -> Any:
+    """Return the list of launches of a model without a CPU's kernels; None if it has none.
+
+    Such a model has other norms, in place.
+    """
+    parameter = next(model.parameters())
+    if division is not None or not has_gpu_kernels(parameter.device):
+        if division is not None:
+            division.note_products(model, parameter.dtype, parameter.device)
+        replace_norms(model)
+        return None
     # These import triton.
     from ropewalk.model_runtime.gpu.program.flat_forward import flat_forward  # noqa: PLC0415
     from ropewalk.model_runtime.gpu.rms_norm import candidates  # noqa: PLC0415
@@ -442,11 +445,10 @@ def _load_model(
     outline: ModelConfig,
     dtype: torch.dtype,
     *,
-    trust_remote_code: bool,
     keeps_bits: bool,
     device: torch.device | None,
 ) -> Any:
-    source = outline.source
+    source, trust_remote_code = outline.source, outline.trust_remote_code
     with logged_progress():
         if outline.stored is not None:
             from ropewalk.model_runtime.loading.files.quantised_checkpoint import (  # noqa: PLC0415  # only for such a checkpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.loading.self_check import DECODE_START, FIRST_CHUNK_END, PagedPrompts
@@ -25,26 +25,34 @@ _log = structlog.get_logger(__name__)
 _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
 
 
+AnyForward = Union["DecoderLayers", "FlatForward"]
+
+
+def install_known(model: nn.Module, forward: AnyForward) -> None:
+    """Replace a model's forward, in place, by one whose logits were compared before."""
+    forward.note_windows(model)
+    model.forward = forward
+
+
 @torch.inference_mode()
 def install_forward(
-    prompts: PagedPrompts, forward: Union["DecoderLayers", "FlatForward"]
+    prompts: PagedPrompts, forward: AnyForward, allowed: float | None
 ) -> str | None:
     """Replace a model's forward, in place, where the logits stay the same; return why not.
 
-    They are the same to the bit, or within the allowance of the check if the forward says so.
+    They are the same to the bit. If the forward says that its bits differ, then `allowed` is the
+    largest difference in a logit.
     """
     model: Any = prompts.model
     with windows_shrunk(model):
         runner = prompts.runner()
         expected = [prompts.long_TV, *map(runner.run, _steps(prompts, in_second_pages=False))]
-        forward.note_windows(model)
-        model.forward = forward
+        install_known(model, forward)
         try:
             # The other pages hold another prompt, so a missing write shows.
             steps = _steps(prompts, in_second_pages=True)
             found = [runner.run([prompts.long(0, LONG_LEN)]), *map(runner.run, steps)]
-            allowed = None if forward.has_same_bits else prompts.original.threshold
-            reason = _fault(found, expected, allowed)
+            reason = _fault(found, expected, None if forward.has_same_bits else allowed)
         except Exception as error:  # noqa: BLE001  # parts that look like others
             reason = f"{type(error).__name__}: {error}"
     if reason is None:
@@ -57,7 +65,7 @@ def install_forward(
 
 def _steps(prompts: PagedPrompts, *, in_second_pages: bool) -> list[list[Span]]:
     """Return a chunk with few logits, a chunk alone and beside a decode, and decodes."""
-    ids = prompts.original.long_ids
+    ids = prompts.ids.long
 
     def span(first: int, end: int, logit_rows: range | None = None) -> Span:
         return prompts.span(

@@ -14,6 +14,7 @@ The check changes nothing in the model. `install_forward.py` follows it.
 Shapes: T = tokens of a prompt, V = vocabulary.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ from ropewalk.model_runtime.probing.untouched import (
     SCALED,
     SHORT_LEN,
     OriginalLogits,
+    PromptIds,
     difference,
     windows_shrunk,
 )
@@ -70,7 +72,7 @@ class PagedPrompts:
         model: nn.Module,
         plans: Mapping[int, LayerPlan],
         native: NativeRope,
-        original: OriginalLogits,
+        ids: PromptIds,
         *,
         is_structure: bool = False,
         states: Mapping[int, StateShape] | None = None,
@@ -82,7 +84,7 @@ class PagedPrompts:
         float32, and no compiled attention is needed. `exact_batches`: a GPU reads by the backend of
         that setting.
         """
-        self.model, self.plans, self.original = model, plans, original
+        self.model, self.plans, self.ids = model, plans, ids
         num_pages = -(-LONG_LEN // _PAGE_SIZE)
         self._pages = range(num_pages), range(num_pages, 2 * num_pages)
         parameter = next(model.parameters())
@@ -131,7 +133,7 @@ class PagedPrompts:
         return Span(token_ids, first, self._pages[in_second_pages], table_id, rows, parts)
 
     def long(self, first: int, end: int, logit_rows: Sequence[int] | None = None) -> Span:
-        return self.span(self.original.long_ids[first:end], first, logit_rows=logit_rows)
+        return self.span(self.ids.long[first:end], first, logit_rows=logit_rows)
 
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Return the logits [R, V]. Raises ModelError for any error of the model."""
@@ -148,8 +150,17 @@ class PagedPrompts:
         """Return the logits of the long prompt alone, in one piece; it runs at the first use."""
         return self.run([self.long(0, LONG_LEN)])
 
+    @torch.inference_mode()
+    def digest(self) -> str:
+        """Run both prompts, each alone, and return a hash of the bits of their logits."""
+        found = hashlib.sha256()
+        short = self.span(self.ids.short, 0, in_second_pages=True)
+        for logits_TV in (self.long_TV, self.run([short])):
+            found.update(logits_TV.float().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
+
     def scales(self) -> dict[int, Scales]:
-        """Return the scales of codes of eight bits for the keys and values of both prompts."""
+        """Return the scales of codes of eight bits for the prompts that `digest` has run."""
         pairs = {
             index: plan.rotary_dim // 2 if plan.layer_type is not None else 0
             for index, plan in self.plans.items()
@@ -181,7 +192,10 @@ def check_structure(
     """Compare a patched model with the original, both with random numbers. Raises ModelError."""
     with random_numbers(model, dtype=torch.float32):
         try:
-            check(PagedPrompts(model, plans, native, original, is_structure=True, states=states))
+            prompts = PagedPrompts(
+                model, plans, native, original.ids, is_structure=True, states=states
+            )
+            check(prompts, original)
         except ModelError as error:
             mixing = mixing_class(model)
             if mixing is None:
@@ -193,10 +207,9 @@ def check_structure(
 
 
 @torch.inference_mode()
-def check(prompts: PagedPrompts) -> SelfCheckReport:
+def check(prompts: PagedPrompts, original: OriginalLogits) -> SelfCheckReport:
     """Run the patched model on the same prompts. Raises ModelError if a difference is too large."""
-    original = prompts.original
-    long_ids, short_ids = original.long_ids, original.short_ids
+    long_ids, short_ids = prompts.ids
     run, long = prompts.run, prompts.long
     # case -> logits of the patched model, logits of the original
     cases: dict[str, tuple[Tensor, Tensor]] = {}
@@ -234,7 +247,7 @@ def has_same_bits(prompts: PagedPrompts) -> bool:
     """Return whether the long prompt's logits do not depend on a second prompt and on chunks."""
     run, long = prompts.run, prompts.long
     with windows_shrunk(prompts.model):
-        short = prompts.span(prompts.original.short_ids, 0, in_second_pages=True)
+        short = prompts.span(prompts.ids.short, 0, in_second_pages=True)
         parts = [run([long(0, FIRST_CHUNK_END), short])[:FIRST_CHUNK_END]]
         parts.append(run([long(FIRST_CHUNK_END, DECODE_START)]))
         parts += [run([long(at, at + 1)]) for at in range(DECODE_START, LONG_LEN)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,18 @@ _MIN_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
+class PromptIds(NamedTuple):
+    """The token ids of the check's two prompts."""
+
+    long: list[int]
+    short: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class OriginalLogits:
     """The prompts of the check, and their logits from the original model."""
 
-    long_ids: list[int]
-    short_ids: list[int]
+    ids: PromptIds
     long_TV: Tensor
     short_TV: Tensor
     scaled_TV: Tensor  # the long prompt under the scaled profile
@@ -67,33 +73,31 @@ def original_structure(model: nn.Module, native: NativeRope) -> OriginalLogits:
 def original_logits(
     model: nn.Module,
     native: NativeRope,
+    ids: PromptIds | None = None,
     *,
-    text_ids: Sequence[int] = (),
     is_structure: bool = False,
 ) -> OriginalLogits:
     """Run the model before it is patched. Raises ModelError if it fails.
 
-    `text_ids`: tokens of a text, which are the prompts if they suffice. Random tokens move a
-    trained model's rounding several times further. `is_structure`: the model computes in float32,
-    with numbers of our own.
+    `ids`: the prompts; None: of random tokens. `is_structure`: the model computes in float32, with
+    numbers of our own.
     """
     compared = 1.0 if is_structure else _COMPARED
     dtype = torch.float32 if is_structure else next(model.parameters()).dtype
-    ids = _prompt_ids(model, text_ids)
-    long_ids, short_ids = ids[:LONG_LEN], ids[LONG_LEN:]
+    prompts = prompt_ids(model) if ids is None else ids
 
     def scaled() -> Tensor:
         with _tables_scaled(model, native):
-            return logits_of(model, long_ids)
+            return logits_of(model, prompts.long)
 
     def plain() -> Tensor:
-        return logits_of(model, long_ids)
+        return logits_of(model, prompts.long)
 
     rotaries = [module for module, _ in rotary_modules(model).values()]
     with windows_shrunk(model):
         *others, reference = _implemented(model)
         model.set_attn_implementation(reference)  # type: ignore[operator]
-        long_TV, short_TV, scaled_TV = plain(), logits_of(model, short_ids), scaled()
+        long_TV, short_TV, scaled_TV = plain(), logits_of(model, prompts.short), scaled()
         # The prompts take turns, so that a sample costs one run.
         turns = cycle([(plain, long_TV), (scaled, scaled_TV)])
         spreads = []
@@ -105,8 +109,7 @@ def original_logits(
             spreads.append(difference(run(), expected_TV))
     min_threshold = _MIN_SHARE[dtype] * float(long_TV.std())
     threshold = max(_TIMES_SPREAD * max(spreads), min_threshold)
-    answers = long_ids, short_ids, long_TV, short_TV, scaled_TV
-    return OriginalLogits(*answers, threshold, compared)
+    return OriginalLogits(prompts, long_TV, short_TV, scaled_TV, threshold, compared)
 
 
 def text_ids_of(model: nn.Module, tokenizer: Any) -> list[int]:
@@ -115,20 +118,24 @@ def text_ids_of(model: nn.Module, tokenizer: Any) -> list[int]:
     return [each for each in tokenizer.encode(SAMPLE_TEXT) if each < vocab_size]
 
 
-def _prompt_ids(model: Any, text_ids: Sequence[int]) -> list[int]:
+@torch.inference_mode()
+def prompt_ids(model: Any, text_ids: Sequence[int] = ()) -> PromptIds:
     """Return the token ids of both prompts, most of them with embeddings of their own.
 
     Embeddings of unused tokens are often zero or all equal. A prompt of them would show nothing.
+    `text_ids`: tokens of a text, which are the prompts if they suffice. Random tokens move a
+    trained model's rounding several times further.
     """
     num_ids = LONG_LEN + SHORT_LEN
     text = torch.tensor(text_ids[:num_ids], dtype=torch.long)
     if len(text) == num_ids and float(_useful(model, text).float().mean()) > _MIN_USEFUL:
-        return text.tolist()
+        return PromptIds(text[:LONG_LEN].tolist(), text[LONG_LEN:].tolist())
     generator = torch.Generator().manual_seed(0)
     vocab_size = text_config(model).vocab_size
     drawn = torch.randint(vocab_size, (_TIMES_DRAWN * num_ids,), generator=generator)
     is_useful = _useful(model, drawn)
-    return [*drawn[is_useful].tolist(), *drawn[~is_useful].tolist()][:num_ids]
+    ids = [*drawn[is_useful].tolist(), *drawn[~is_useful].tolist()][:num_ids]
+    return PromptIds(ids[:LONG_LEN], ids[LONG_LEN:])
 
 
 def _useful(model: Any, ids: Tensor) -> Tensor:

@@ -48,12 +48,14 @@ def load_model(
     on_bytes: OnBytes = no_bytes,
     on_native: Callable[[NativeRope], object] | None = None,
     ranks: "Ranks | None" = None,
+    *,
+    remembers: bool = False,
 ) -> "Checkpoint":
     """Download a hub id, set torch's threads, then load and check the model.
 
     `on_native` gets the config's rotary tables before any weight is read. `ranks`: the processes
-    that hold the model together, if it is more than this one. Raises ModelError, or SettingsError
-    for what a GPU's kernels lack.
+    that hold the model together, if it is more than this one. `remembers`: as `load_checkpoint` has
+    it. Raises ModelError, or SettingsError for what a GPU's kernels lack.
     """
     refuse_without_needs(torch_device(settings.device))
     if ranks is not None and settings.weights == "int8":
@@ -83,5 +85,5 @@ def load_model(
         on_native=on_native,
     )
     if ranks is None:
-        return load()
+        return load(remembers=remembers)
     return ranks.load(load, source, dtype=dtype, device=device, trust_remote_code=trusts)

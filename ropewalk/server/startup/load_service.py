@@ -82,7 +82,7 @@ def load_service(
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    loaded = load_served(settings, on_phase, on_bytes)
+    loaded = load_served(settings, on_phase, on_bytes, remembers=True)
 
     def make_engine(metrics: Metrics) -> Engine:
         on_phase("allocating the cache")
@@ -120,13 +120,20 @@ def _fingerprint(
 
 
 def load_served(
-    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+    settings: ServeSettings,
+    on_phase: OnPhase = no_phases,
+    on_bytes: OnBytes = no_bytes,
+    *,
+    remembers: bool = False,
 ) -> LoadedModel:
-    """Load and check the model, and plan its serving. Raises ModelError or SettingsError."""
+    """Load and check the model, and plan its serving. Raises ModelError or SettingsError.
+
+    `remembers`: as `load_checkpoint` has it.
+    """
     # A wrong deployment is refused before the weights are read, which may take minutes.
     check_native = partial(plan_deployments, settings)
     ranks = _ranks(settings)
-    checkpoint = load_model(settings, on_phase, on_bytes, check_native, ranks)
+    checkpoint = load_model(settings, on_phase, on_bytes, check_native, ranks, remembers=remembers)
     chat = chat_of(settings, checkpoint.tokenizer, checkpoint.vocab_size)
     make = ModelRunner if ranks is None else ranks.runner
     plan = plan_serving(settings, facts_of(checkpoint, settings, make))

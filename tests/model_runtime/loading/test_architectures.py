@@ -77,8 +77,8 @@ def test_a_temperature_by_position_is_seen_by_the_self_check() -> None:
     apart_T = (original.long_TV - cold.long_TV).abs().amax(-1)
     assert float(apart_T[:16].max()) <= original.threshold
     assert float(apart_T[16:].min()) > 10 * original.threshold
-    prompts = PagedPrompts(model, patch_model(model, native), native, original)
-    assert check(prompts).difference <= original.threshold
+    prompts = PagedPrompts(model, patch_model(model, native), native, original.ids)
+    assert check(prompts, original).difference <= original.threshold
 
 
 def test_a_step_without_its_true_positions_fails_the_self_check(
@@ -88,7 +88,7 @@ def test_a_step_without_its_true_positions_fails_the_self_check(
     model = tiny_model("ministral3")
     native = read_native_rope(model)
     original = original_logits(model, native)
-    prompts = PagedPrompts(model, patch_model(model, native), native, original)
+    prompts = PagedPrompts(model, patch_model(model, native), native, original.ids)
     forward = ModelRunner._forward
 
     def counted_from_zero(self: ModelRunner, batch: Any, step: Any, rows_R: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_step_without_its_true_positions_fails_the_self_check(
 
     monkeypatch.setattr(ModelRunner, "_forward", counted_from_zero)
     with pytest.raises(ModelError, match="fails its self-check on a second chunk"):
-        check(prompts)
+        check(prompts, original)
 
 
 def test_a_temperature_that_a_model_ignores_is_refused() -> None:

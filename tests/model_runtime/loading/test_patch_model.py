@@ -17,20 +17,20 @@ from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.loading.native_tables import read_native_rope
 from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
-from ropewalk.model_runtime.probing.untouched import original_logits
+from ropewalk.model_runtime.probing.untouched import OriginalLogits, original_logits
 from tests.checkpoints.tiny_models import tiny_config, tiny_model
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 
 
-def patched(architecture: str) -> PagedPrompts:
-    """A tiny model, patched and not yet checked; its prompts are random tokens."""
+def patched(architecture: str) -> tuple[PagedPrompts, OriginalLogits]:
+    """A tiny model, patched and not yet checked, and what it was; the prompts are random tokens."""
     model = tiny_model(architecture)
     native = read_native_rope(model)
     original = original_logits(model, native)
     plans = patch_model(model, native)
     packed_linear.pack(model)
     packed_linear.replace_activations(model)
-    return PagedPrompts(model, plans, native, original)
+    return PagedPrompts(model, plans, native, original.ids), original
 
 
 # These have a key head for every query head, and no field for it.
@@ -128,15 +128,15 @@ def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
 
 def test_a_state_that_is_not_served_fails_the_self_check() -> None:
     """If nothing else refused it: its second sequence would continue the first one's."""
-    prompts = patched("falcon_h1")
+    prompts, original = patched("falcon_h1")
     with pytest.raises(ModelError, match="fails its self-check on two sequences in one flat batch"):
-        check(prompts)
+        check(prompts, original)
 
 
 def test_soft_caps_and_sinks_are_honoured() -> None:
     """The thresholds are far below the effect of a soft cap or a sink."""
     for architecture in ("gemma2", "gpt_oss"):
-        report = check(patched(architecture))
+        report = check(*patched(architecture))
         assert report.difference <= report.threshold < 1e-2
 
 
@@ -173,7 +173,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
     transformers.AttentionInterface.register("ropewalk", forgetful)
     try:
         with pytest.raises(ModelError, match="a logit differs"):
-            check(PagedPrompts(model, plans, native, original))
+            check(PagedPrompts(model, plans, native, original.ids), original)
     finally:
         transformers.AttentionInterface.register("ropewalk", paged_attention)
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_carries_scaling_is_patched_natively() -> None:
     assert native.native_len == 64
     original = original_logits(model, native)
     plans = patch_model(model, native)
-    check(PagedPrompts(model, plans, native, original))
+    check(PagedPrompts(model, plans, native, original.ids), original)
 
 
 def test_wrong_dual_chunk_attention_is_refused_at_load() -> None:

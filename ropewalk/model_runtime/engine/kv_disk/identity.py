@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -24,9 +23,8 @@ import torch
 from ropewalk.model_runtime.attention.eight_bits import digest_of
 from ropewalk.model_runtime.attention.quantised.page_format import FIXED8
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import has_gpu_kernels
-from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.kept_facts import read_kept, write_kept
 from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.files.file_versions import version_of
@@ -40,7 +38,6 @@ _ROOT = Path(__file__).parents[3]
 # Beside attention, kernels and layers: how weights and angles are made.
 _SOURCES = (_ROOT / "rope", *(_ROOT / "model_runtime" / each for each in ("formats", "loading")))
 _KNOWN = "weights.json"  # hashes by file, so that a restart reads no weights
-_MOST_KNOWN = 256
 _BLOCK = 1 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -124,12 +121,12 @@ class WeightFiles:
         also if a file has changed since its version was noted, or has none.
         """
         found = hashlib.sha256()
-        known = {} if known_in is None else _known_in(known_in)
+        known = {} if known_in is None else read_kept(known_in / _KNOWN)
         before = dict(known)
         for path, name in self._names.items():
             found.update(f"{name} {self._hash_of(path, known)}\n".encode())
         if known_in is not None and known != before:
-            _keep(known_in, known)
+            write_kept(known_in / _KNOWN, known)
         return found.hexdigest()
 
     def _hash_of(self, path: Path, known: dict[str, Any]) -> str:
@@ -157,18 +154,3 @@ def hashes_folder(config: EngineConfig) -> Path:
     with suppress(OSError):  # nothing is kept then
         folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _known_in(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(read_object(folder / _KNOWN) or {})
-    except ModelError:  # it was damaged
-        return {}
-
-
-def _keep(folder: Path, known: dict[str, Any]) -> None:
-    part = folder / f".{_KNOWN}.{secrets.token_hex(8)}"  # containers share ids of processes
-    with suppress(OSError):  # the next start hashes again
-        newest = dict(list(known.items())[-_MOST_KNOWN:])
-        part.write_text(json.dumps(newest), encoding="ascii")
-        part.replace(folder / _KNOWN)

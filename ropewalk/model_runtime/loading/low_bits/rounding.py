@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.low_bits.executors import fp8_fault, round_to_fp8
@@ -29,15 +29,27 @@ def with_rounded_rows(
     text_ids: Sequence[int],
     activations: Activations,
 ) -> tuple[PagedPrompts, SelfCheckReport, Distance]:
-    """Let a checked model round its activations, in place.
+    """Let a checked model round its activations, in place, and measure what that changes.
 
     The self-check compared exact products with transformers' model, so only bits are checked again.
     Returns new prompts, the report with the bits found now, and the distance from exact activations
     over pieces of a text. Raises ModelError if no linear has weights in few bits.
     """
-    model, text_ids = prompts.model, list(text_ids[:_MOST_TOKENS]) or prompts.original.long_ids
-    device = next(model.parameters()).device
+    text_ids = list(text_ids[:_MOST_TOKENS]) or prompts.ids.long
     before_TV = _text_logits(prompts, text_ids)
+    round_rows(prompts.model, activations)
+    prompts = paged_prompts()
+    found = distance(before_TV, _text_logits(prompts, text_ids))
+    report = replace(report, bitwise=report.bitwise and has_same_bits(prompts))
+    return prompts, report, replace(found, origin="exact activations")
+
+
+def round_rows(model: nn.Module, activations: Activations) -> None:
+    """Let a packed model round its activations, in place.
+
+    Raises ModelError if no linear has weights in few bits, or the device has no such products.
+    """
+    device = next(model.parameters()).device
     if activations == "fp8":
         fault = fp8_fault(device)
         if fault is not None:
@@ -53,10 +65,6 @@ def with_rounded_rows(
 
         if not round_activations(model, next(model.parameters()).dtype):
             raise ModelError(NEEDS_FEW_BITS)
-    prompts = paged_prompts()
-    found = distance(before_TV, _text_logits(prompts, text_ids))
-    report = replace(report, bitwise=report.bitwise and has_same_bits(prompts))
-    return prompts, report, replace(found, origin="exact activations")
 
 
 def _text_logits(prompts: PagedPrompts, text_ids: Sequence[int]) -> Tensor:

@@ -1,0 +1,163 @@
+"""A model that an earlier start has checked is served with the same bits, and is checked less."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from structlog.testing import capture_logs
+
+from ropewalk.model_runtime.attention.eight_bits import digest_of
+from ropewalk.model_runtime.loading import full_check, known_check
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from tests.checkpoints.gguf_cases import CASES
+from tests.checkpoints.gguf_files import Written, quantised
+from tests.checkpoints.tiny_models import tiny_model
+from tests.doubles.engines import EngineFactory, answer, deployment_of, random_tokens, request
+from tests.doubles.tokens import byte_tokenizer_fast
+
+Load = Callable[[], Checkpoint]
+
+
+def folder(path: Path) -> Load:
+    """Windows, norms and caps, in the numbers of a file."""
+    tiny_model("gemma3_text").save_pretrained(path / "model")
+    byte_tokenizer_fast().save_pretrained(path / "model")
+    return partial(load_checkpoint, path / "model", device="cpu", remembers=True)
+
+
+def rounded_file(path: Path) -> Load:
+    """Weights in few bits, and rounded rows."""
+    case = next(case for case in CASES if case.name == "llama")
+    file = case.write(path / "m.gguf", Written(encode=quantised(Type.Q8_0)))
+    return partial(load_checkpoint, file, device="cpu", activations="int8", remembers=True)
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The models that ran untouched; checks are kept in a folder of the test."""
+    found: list[str] = []
+    run = full_check.original_logits
+
+    def noted(model: Any, *rest: Any) -> Any:
+        found.append(type(model).__name__)
+        return run(model, *rest)
+
+    monkeypatch.setattr(full_check, "original_logits", noted)
+    monkeypatch.setattr(known_check, "kept_folder", lambda: tmp_path / "kept")
+    return found
+
+
+def kept(tmp_path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((tmp_path / "kept/ropewalk-self-checks.json").read_text())
+    return facts
+
+
+@pytest.mark.parametrize("saved", [folder, rounded_file])
+def test_a_later_start_has_the_same_bits_without_the_untouched_model(
+    tmp_path: Path, engines: EngineFactory, untouched: list[str], saved: Callable[[Path], Load]
+) -> None:
+    """Also the scales of a cache in eight bits, what the banner has, and the program."""
+    load = saved(tmp_path)
+    checked, known = load(), load()
+    assert len(untouched) == 1
+    assert known.report == checked.report
+    assert known.rounding == checked.rounding
+    assert digest_of(known.scales) == digest_of(checked.scales)
+    both = [type(vars(each.model).get("forward")) for each in (checked, known)]
+    assert both[0] is both[1]
+    results = [
+        answer(
+            engines.over(each),
+            request(deployment_of(each), random_tokens(60), max_tokens=20, logprobs=3),
+        )
+        for each in (checked, known)
+    ]
+    assert [each.logprobs for each in results[0]] == [each.logprobs for each in results[1]]
+
+
+def test_a_file_that_was_written_again_is_checked_again(
+    tmp_path: Path, untouched: list[str]
+) -> None:
+    """So is another number type. Each is known afterwards."""
+    load = folder(tmp_path)
+    load()
+    weights = tmp_path / "model/model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    for _ in range(2):
+        load()
+    assert len(untouched) == 2
+    for _ in range(2):
+        partial(load, dtype="bfloat16")()
+    assert len(untouched) == 3
+    assert len(kept(tmp_path)) == 3
+
+
+def test_other_bits_are_checked_in_full(
+    tmp_path: Path, untouched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that no version of a file shows is seen in the bits, and logged."""
+    load = folder(tmp_path)
+    load()
+    read = change_weights(monkeypatch)
+    with capture_logs() as logs:
+        load()
+    assert read
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == [
+        "self_check_repeated"
+    ]
+    assert len(untouched) == 2
+    load()  # is known by its new bits
+    assert len(untouched) == 2
+
+
+def change_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Change one weight of every model that is read from now on; return those that were."""
+    from ropewalk.model_runtime.loading import checkpoint
+
+    read, read_folder = [], checkpoint._read_folder
+
+    def changed(*args: Any) -> Any:
+        model = read_folder(*args)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+        read.append(type(model).__name__)
+        return model
+
+    monkeypatch.setattr(checkpoint, "_read_folder", changed)
+    return read
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"KEY": {"digest": 1}}', '{"KEY": null}'])
+def test_a_damaged_file_means_a_full_check(tmp_path: Path, untouched: list[str], text: str) -> None:
+    load = folder(tmp_path)
+    load()
+    (key,) = kept(tmp_path)
+    (tmp_path / "kept/ropewalk-self-checks.json").write_text(text.replace("KEY", key))
+    load()
+    assert len(untouched) == 2
+    assert [*kept(tmp_path)] == [key]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_check_a_start(
+    tmp_path: Path, untouched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(known_check, "kept_folder", lambda: tmp_path / "file/kept")
+    load = folder(tmp_path)
+    for _ in range(2):
+        load()
+    assert len(untouched) == 2
+
+
+def test_a_load_in_code_is_always_checked(tmp_path: Path, untouched: list[str]) -> None:
+    """`serve` alone remembers."""
+    load = folder(tmp_path)
+    load()
+    partial(load, remembers=False)()
+    assert len(untouched) == 2
