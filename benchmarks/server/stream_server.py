@@ -69,10 +69,10 @@ class StandIn:
     # A stand-in has no pages, so nothing waits for them and there is nothing to report.
     patience_s = None
 
-    def start_tier(self, wake: Callable[[], None]) -> None:
+    def start_lower_store(self, wake: Callable[[], None]) -> None:
         """Start nothing."""
 
-    def close_tier(self, timeout_s: float) -> None:
+    def close_lower_store(self, timeout_s: float) -> None:
         """Write nothing."""
 
     def drain(self) -> None:

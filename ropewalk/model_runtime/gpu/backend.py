@@ -111,7 +111,7 @@ class TritonAttention:
         value_dim = value_TKV.shape[-1]
         _put[(num_tokens,)](
             key_TKD, value_TKV, self._batch.page_T, self._batch.offset_T, keys_NKDO, values_NKOV,
-            *scale_tensors(scales, self._batch.page_T),
+            *scale_tensors(scales, keys_NKDO),  # a row of a list would be unaligned
             *key_TKD.stride(), *value_TKV.stride(),
             *key_strides(keys_NKDO), *values_NKOV.stride(),
             HEADS=num_heads, DIM=dim, VALUES=value_dim,

@@ -1,4 +1,4 @@
-"""Compare the logits of the patched model with those of the original model, at every load.
+"""Compare the logits of the patched model with those of the original model, at a load.
 
 The original model runs first (probing/untouched.py) and is then patched in place, so the weights
 are never held twice.

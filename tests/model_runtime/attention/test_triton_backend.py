@@ -328,8 +328,8 @@ def test_the_kernels_compile_for_a_card(capability: int) -> None:
     assert {kernel for case, kernel in compiled if case == "rerope, all"} == placed | {"_attend"}
     # Values that a thread spills from registers to memory; a few numbers are no spill.
     narrow = [line for line in lines if "wide" not in line["case"]]
-    assert all(line["stack_bytes"] <= 16 for line in narrow)
-    assert all(line["stack_bytes"] <= 512 for line in lines)
+    assert all(line["stack_bytes"] <= 32 for line in narrow)
+    assert all(line["stack_bytes"] <= 640 for line in lines)  # float32 heads of 256
     codes = {kernel for case, kernel in compiled if case == "as served, codes"}
     assert codes == every | {"_place"}
     registers = {line["case"]: line["registers"] for line in lines if line["kernel"] == "_decode"}
