@@ -95,7 +95,7 @@ class AccessSettings(Section):
     keys: tuple[KeyEntry, ...] | None = setting(
         None,
         "Bounds of named keys: a list of objects with a name and max_running or "
-        "max_requests_per_minute. The keys themselves are in api_key_file.",
+        "max_requests_per_minute. The keys themselves are in api_key_file. Default: no bounds.",
         unit="JSON",
     )
     share_prefixes: bool = setting(
@@ -109,8 +109,8 @@ class AccessSettings(Section):
     )
     playground: Literal["auto", "always", "never"] = setting(
         "auto",
-        "When /playground/ serves a page to try the model in a browser. auto: if host is a "
-        "loopback address.",
+        "When /playground/ serves a page to try the model in a browser: always, never or auto "
+        "(if host is a loopback address).",
         unit="when",
     )
     ssl_certfile: Path | None = setting(
@@ -200,7 +200,8 @@ class LimitSettings(Section):
     )
     max_request_seconds: float | None = setting(
         None,
-        "Longest time of a request, and the default of its `max_time`. Default: no bound.",
+        "Longest time of a request, and the default of its `max_time`. A router that sends a "
+        "request again begins anew. Default: no bound.",
         unit="seconds",
         gt=0,
         le=86_400,

@@ -71,8 +71,8 @@ class ModelSettings(Section):
     activations: Literal["auto", "exact", "int8", "fp8"] = setting(
         "auto",
         "Activations of products with quantised weights: exact, int8 (rounded to eight bits, on a "
-        "CPU) or fp8 (on a GPU, for weights in FP8). auto is int8 for a file in few bits on a CPU "
-        "that multiplies bytes (VNNI), and else exact.",
+        "CPU) or fp8 (on a GPU, for weights in FP8). auto is int8 for a quantised GGUF file on "
+        "a CPU with VNNI instructions, and else exact.",
         unit="name",
     )
     device: Device = setting(
@@ -164,7 +164,7 @@ class CacheSettings(Section):
     )
     kv_disk_gib: float | None = setting(
         None,
-        "Size of that folder. The least recently used pages are deleted.",
+        "Size of that folder, required with it. The least recently used pages are deleted.",
         unit="GiB",
         gt=0,
     )
@@ -172,7 +172,7 @@ class CacheSettings(Section):
         None,
         "Network store of cached prefixes in place of a folder: Valkey, or a server of its "
         "protocol. valkeys:// is TLS. Anyone who reads it can reconstruct prompts. Needs the "
-        "package valkey.",
+        "package valkey, and on a GPU kv_offload_gib. Default: none.",
         unit="valkey://HOST:PORT",
         repr=False,  # it may have a password
     )
@@ -225,8 +225,8 @@ class CacheSettings(Section):
     exact_batches: bool = setting(
         default=False,
         text="On a GPU, give an answer the same tokens and logprobs in any batch, to the bit. "
-        "Steps take longer. No effect on a CPU, where that is so. VLLM_BATCH_INVARIANT=1 sets it, "
-        "too.",
+        "Steps take longer. No effect on a CPU, whose banner says whether that is so. "
+        "VLLM_BATCH_INVARIANT=1 sets it, too.",
         unit="switch",
         flags=("--enable-deterministic-inference",),
     )
@@ -234,7 +234,7 @@ class CacheSettings(Section):
         None,
         "Most draft tokens of a sequence in a decode step (speculative decoding). 0: no "
         "speculation. Default: 15 with batch invariance, as on a CPU or with exact_batches, else "
-        "0. Without it, the bits of an answer may depend on drafts.",
+        "0. Without batch invariance, the bits of an answer may depend on drafts.",
         unit="tokens",
         ge=0,
         le=15,
@@ -250,8 +250,8 @@ class CacheSettings(Section):
         None,
         "Target duration of a step that includes prefill. It bounds how long running requests "
         "pause. Steps may exceed it by up to 1.4x. While nothing is decoding, the target is four "
-        "times as long. Default: 0.1, on a GPU 0.25, or the time of four steps without prefill if "
-        "that is longer. 0: no target.",
+        "times as long. Default: 0.1, or 0.25 on a GPU; more where four steps without prefill take "
+        "longer than that. 0: no target.",
         unit="seconds",
         ge=0,
     )
