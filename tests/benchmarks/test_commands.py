@@ -35,6 +35,7 @@ RUNS = {
     "cpu.rounding": "STORED FOLDER --tokens 96 --rows 16",
     "cpu.state_drafts": "--layers 4 --rounds 1",
     "cpu.step_floors": "--shape medium --layers 1 --threads 1 --rounds 1",
+    "cpu.thread_shares": "",
     "cpu.weights": "MODEL --ways float32,int8 --rounds 2",
     "gpu.attention": "--tiny",
     "gpu.launches": "",
