@@ -43,7 +43,7 @@ def own_commit() -> str | None:
 
 
 def version_and_commit() -> str:
-    """Return both for a reader, such as `0.1.0 (commit 4f2a90c1d3b7)`."""
+    """Return both for a reader, such as `0.2.0 (commit 4f2a90c1d3b7)`."""
     return f"{own_version()} (commit {own_commit() or 'unknown'})"
 
 

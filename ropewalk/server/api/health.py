@@ -27,7 +27,7 @@ class StatusAnswer(Body):
 class VersionAnswer(Body):
     """The answer of /version."""
 
-    version: str = Field(examples=["0.1.0"])
+    version: str = Field(examples=["0.2.0"])
     """The release of ropewalk."""
     commit: str | None = Field(examples=["4f2a90c1d3b7"])
     """The commit, or null if nothing tells it (docs/guide/upgrading.md)."""
