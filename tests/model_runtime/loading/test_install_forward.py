@@ -57,5 +57,5 @@ def test_the_plain_forward_of_the_long_prompt_runs_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ModelRunner, "run", counted)
     tiny_checkpoint("llama")
-    # Plain and scaled, for the structure and for the weights; then fused, also as it serves.
-    assert wholes == [(0, False), (1, False), (0, False), (1, False), (0, True), (0, True)]
+    # Plain and scaled, for the structure and for the weights; then fused.
+    assert wholes == [(0, False), (1, False), (0, False), (1, False), (0, True)]
