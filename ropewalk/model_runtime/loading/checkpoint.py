@@ -4,6 +4,7 @@ Weights come from safetensors, quantised or not, or from a GGUF file. Code from 
 only if trust_remote_code is set.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,10 +38,10 @@ from ropewalk.model_runtime.loading.files.pretrained import (
 )
 from ropewalk.model_runtime.loading.full_check import FullCheck
 from ropewalk.model_runtime.loading.generation_config import generation_of
-from ropewalk.model_runtime.loading.known_check import CheckMemory, OtherBitsError, check_memory
+from ropewalk.model_runtime.loading.known_check import CheckMemory, check_memory
 from ropewalk.model_runtime.loading.load_faults import faults_of
 from ropewalk.model_runtime.loading.load_progress import logged_progress
-from ropewalk.model_runtime.loading.low_bits.hold import storage_of
+from ropewalk.model_runtime.loading.low_bits.hold import return_freed_memory, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.low_bits.quantise import Distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.sizes import (
@@ -173,16 +174,26 @@ def load_checkpoint(
     if on_native is not None:
         on_native(model_config.native())
     memory = None
-    if remembers and division is None and has_cpu_kernels(where):
-        facts = {"dtype": str(number_type), "weights": weights, "activations": activations}
+    # Code of a checkpoint may come from another repository, whose version is not known.
+    if remembers and division is None and has_cpu_kernels(where) and not trust_remote_code:
+        facts = {
+            "dtype": str(number_type),
+            "weights": weights,
+            "activations": activations,
+            "threads": str(torch.get_num_threads()),
+        }
         memory = check_memory(versions, facts)
     how = _How(weights, activations, exact_batches, on_phase, division, memory)
     try:
         return _load(model_config, versions, how)
-    except OtherBitsError:
-        assert memory is not None
-    # Here, because the error kept the first model alive.
-    return _load(model_config, versions, replace(how, memory=memory.without_known()))
+    except ModelError as error:
+        if memory is None or memory.known is None:
+            raise
+        memory = memory.forgotten(error)
+    # The error and a program's own cycle kept the first model, and two may not fit.
+    gc.collect()
+    return_freed_memory()
+    return _load(model_config, versions, replace(how, memory=memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,18 +213,18 @@ class _How:
 
 
 def _load(outline: ModelConfig, versions: Mapping[Path, str | None], how: _How) -> Checkpoint:
-    """Read, patch and check. Raises ModelError, or OtherBitsError as `prepare_model` does."""
+    """Read, patch and check. Raises ModelError."""
     path, dtype, device = Path(outline.source), outline.dtype, outline.device
     how.on_phase("loading weights")
     _log.info("loading_weights", model=str(path), dtype=str(dtype), device=str(device))
     with faults_of(str(path), dtype, device):
+        (tokenizer, end_ids), left_out = tokenizer_of(outline), notes_of(outline)
         read = _read_gguf if path.is_file() else _read_folder
         model = read(outline, how)
         if how.division is None:
             model = model.to(device).eval()
         else:  # the weights to divide are still in their files
             model = how.division.leave_in_file(model, dtype, device).eval()
-        tokenizer, end_ids = tokenizer_of(outline)
         low_bits = _quantised(model, tokenizer, how)
         checkpoint = prepare_model(
             model,
@@ -231,7 +242,7 @@ def _load(outline: ModelConfig, versions: Mapping[Path, str | None], how: _How) 
         outline=outline,
         source=path,
         versions=versions,
-        left_out=notes_of(outline) + checkpoint.left_out,
+        left_out=left_out + checkpoint.left_out,
         **low_bits,
     )
 
@@ -326,7 +337,7 @@ def prepare_model(
 
     `exact_batches`: a row has the same bits in any batch on a GPU, too, or the model is refused.
     A model that is divided is compared with the whole one, as any other is. `memory`: what an
-    earlier check found counts if the bits are the same, and OtherBitsError is raised if not.
+    earlier check of the same prompts found counts, and other bits raise OtherBitsError.
     """
     parameter = next(model.parameters())
     make_current(parameter.device)  # trials launch kernels
@@ -335,7 +346,7 @@ def prepare_model(
     on_phase("checking the model")
     text_ids = text_ids_of(model, tokenizer)
     ids = prompt_ids(model, text_ids)
-    known = None if memory is None else memory.known
+    known = None if memory is None else memory.of(ids)
     _log.info("self_check", model=type(model).__name__, known=known is not None)
     check = known or FullCheck(model, native, ids, text_ids)
     plans, states = patch_with_states(model, native)
@@ -367,8 +378,8 @@ def prepare_model(
         report = replace(report, bitwise=True)
     served = paged_prompts()
     digest, scales = served.digest(), served.scales()
-    if memory is not None:
-        memory.conclude(report, check.rounding, has_program=is_installed, digest=digest)
+    if memory is not None and (is_installed or forward is None):  # else the next start tries again
+        memory.conclude(check, ids, digest, has_program=is_installed)
     vocab_size = text_config(model).vocab_size
     rowless = rowless_ends(eos_token_ids, vocab_size)
     return Checkpoint(

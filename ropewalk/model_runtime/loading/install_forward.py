@@ -29,7 +29,7 @@ AnyForward = Union["DecoderLayers", "FlatForward"]
 
 
 def install_known(model: nn.Module, forward: AnyForward) -> None:
-    """Replace a model's forward, in place, by one whose logits were compared before."""
+    """Replace a model's forward, in place, without a comparison of logits."""
     forward.note_windows(model)
     model.forward = forward
 

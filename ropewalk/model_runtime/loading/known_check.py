@@ -1,8 +1,8 @@
 """Remember what a self-check found, so that later starts of the same model take a shorter one.
 
-A start with the files, software and processor of an earlier one runs the two prompts as they will
-be served. If the bits of their logits are those of the checked model, then so is its distance from
-the untouched one. Other bits mean that something else has changed, and the full check follows.
+A start with the files, settings, software and processor of an earlier one runs the two prompts as
+they will be served. If the bits of their logits are those of the checked model, then so is its
+distance from the untouched one. Anything else means a full check.
 
 Only models whose bits do not depend on the batch are remembered: others may differ by chance.
 """
@@ -18,14 +18,16 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from ropewalk.model_runtime.errors import RopewalkError
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.kept_facts import read_kept, write_kept
 from ropewalk.model_runtime.known_trials import arithmetic_hash, kept_folder
+from ropewalk.model_runtime.loading.full_check import FullCheck
 from ropewalk.model_runtime.loading.install_forward import AnyForward, install_known
 from ropewalk.model_runtime.loading.low_bits.quantise import Distance
 from ropewalk.model_runtime.loading.low_bits.rounding import round_rows
 from ropewalk.model_runtime.loading.low_bits.sizes import Activations
 from ropewalk.model_runtime.loading.self_check import SelfCheckReport
+from ropewalk.model_runtime.probing.untouched import PromptIds
 
 _log = structlog.get_logger(__name__)
 
@@ -38,13 +40,14 @@ _FILE = "ropewalk-self-checks.json"
 class KnownCheck:
     """What a self-check found. Its methods replace those of `FullCheck`."""
 
+    prompts: str  # a hash of their tokens, which follow from the tokenizer
     report: SelfCheckReport
     rounding: Distance | None  # of rounded activations from exact ones
     has_program: bool  # the model's own forward is replaced
     digest: str  # of the logits as they are served
 
     def compare_structure(self, *_: object) -> None:
-        """Do nothing: the structure is that of the checked model if the digest is."""
+        """Do nothing: the structure is that of the checked model if key and digest are."""
 
     def compare_products(self, *_: object) -> None:
         """Do nothing, as for the structure."""
@@ -63,7 +66,7 @@ class KnownCheck:
 _CHECKS = TypeAdapter(KnownCheck)
 
 
-class OtherBitsError(RopewalkError):
+class OtherBitsError(ModelError):
     """A model has other bits than those that its files had when they were checked."""
 
 
@@ -74,27 +77,41 @@ class CheckMemory:
     key: str
     known: KnownCheck | None
 
-    def conclude(
-        self, report: SelfCheckReport, rounding: Distance | None, *, has_program: bool, digest: str
-    ) -> None:
-        """Keep a check for later starts, if the bits do not depend on the batch.
+    def of(self, ids: PromptIds) -> KnownCheck | None:
+        """Return the check of these prompts; None if there is none."""
+        is_known = self.known is not None and self.known.prompts == _hash_of(ids)
+        return self.known if is_known else None
 
-        Raises OtherBitsError if one was kept, and its digest is another one.
+    def conclude(
+        self, check: FullCheck | KnownCheck, ids: PromptIds, digest: str, *, has_program: bool
+    ) -> None:
+        """Keep a full check for later starts, if the bits do not depend on the batch.
+
+        Raises OtherBitsError for a known one with another digest.
         """
-        if self.known is not None:
-            if digest != self.known.digest:
-                raise OtherBitsError
-        elif report.bitwise:
-            path = kept_folder() / _FILE
+        if isinstance(check, KnownCheck):
+            if digest != check.digest:
+                raise OtherBitsError("the model has other bits than when it was checked")
+            return
+        path = kept_folder() / _FILE
+        kept = read_kept(path)
+        before = kept.pop(self.key, None)
+        if check.report.bitwise:
+            parts = check.report, check.rounding, has_program, digest
+            kept[self.key] = asdict(KnownCheck(_hash_of(ids), *parts))
+        if check.report.bitwise or before is not None:
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            check = KnownCheck(report, rounding, has_program, digest)
-            write_kept(path, {**read_kept(path), self.key: asdict(check)})
+            write_kept(path, kept)
 
-    def without_known(self) -> "CheckMemory":
-        """Return the place with the full check ahead."""
-        _log.warning("self_check_repeated", reason="the model has other bits than when it passed")
+    def forgotten(self, error: ModelError) -> "CheckMemory":
+        """Return the place with a full check ahead, after a known one has failed."""
+        _log.warning("self_check_repeated", reason=str(error))
         return CheckMemory(self.key, None)
+
+
+def _hash_of(ids: PromptIds) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 def check_memory(
