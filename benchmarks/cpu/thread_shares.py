@@ -11,11 +11,10 @@ import click
 
 from benchmarks.models.llama import SHAPES, Shape
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import part_sizes
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS, part_sizes
 
 _THREADS = (1, 2, 16, 64)
 _ROWS = (1, 64, 512)
-_MOST_AT_ONCE = 16  # rows of a step that is one call
 
 
 def products_of(shape: Shape) -> list[tuple[int, int]]:
@@ -33,7 +32,7 @@ def products_of(shape: Shape) -> list[tuple[int, int]]:
 def busiest(num_outputs: int, num_rows: int, num_threads: int) -> float:
     """Return the share of a product that its busiest thread computes."""
     num_panels = -(-num_outputs // PANEL)
-    if num_rows <= _MOST_AT_ONCE:
+    if num_rows <= MOST_ROWS:  # one call for the step
         return -(-num_panels // num_threads) / num_panels
     rows, panels = part_sizes(num_rows, num_panels, num_threads)
     num_parts = -(-num_rows // rows) * -(-num_panels // panels)

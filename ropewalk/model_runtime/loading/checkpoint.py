@@ -198,7 +198,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What a load was asked for, and what it finds of an earlier one."""
+    """The settings of a load, and the check of an earlier one."""
 
     weights: Weights
     activations: Activations

@@ -1,4 +1,4 @@
-"""Remember what a self-check found, so that later starts of the same model take a shorter one.
+"""Remember the outcome of a self-check, so that later starts of the same model are shorter.
 
 A start with the files, settings, software and processor of an earlier one runs the two prompts as
 they will be served. If the bits of their logits are those of the checked model, then so is its
@@ -38,7 +38,7 @@ _FILE = "ropewalk-self-checks.json"
 
 @dataclass(frozen=True, slots=True)
 class KnownCheck:
-    """What a self-check found. Its methods replace those of `FullCheck`."""
+    """The outcome of a self-check. Its methods replace those of `FullCheck`."""
 
     prompts: str  # a hash of their tokens, which follow from the tokenizer
     report: SelfCheckReport
@@ -95,14 +95,13 @@ class CheckMemory:
             return
         path = kept_folder() / _FILE
         kept = read_kept(path)
-        before = kept.pop(self.key, None)
+        kept.pop(self.key, None)  # the newest is the last, and other bits are no check of these
         if check.report.bitwise:
             parts = check.report, check.rounding, has_program, digest
             kept[self.key] = asdict(KnownCheck(_hash_of(ids), *parts))
-        if check.report.bitwise or before is not None:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_kept(path, kept)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_kept(path, kept)
 
     def forgotten(self, error: ModelError) -> "CheckMemory":
         """Return the place with a full check ahead, after a known one has failed."""

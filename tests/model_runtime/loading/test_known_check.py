@@ -117,8 +117,10 @@ def test_a_file_that_was_written_again_is_checked_again(
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_other_bits_are_checked_in_full(
@@ -145,7 +147,7 @@ def test_other_bits_are_checked_in_full(
 def test_a_check_that_finds_no_batch_invariance_is_not_known(
     tmp_path: Path, untouched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an earlier start found is forgotten, or each start would read the model twice."""
+    """An earlier check is forgotten, or each start would read the model twice."""
     load = folder(tmp_path)
     load()
     change_weights(monkeypatch)
