@@ -32,7 +32,7 @@ from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.rope import Profile, Unscaled
 from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import answer, checkpoint_of, deployment_of, request
-from tests.doubles.recorded_runners import Again, Conversations, runner_of
+from tests.doubles.recorded_runners import Again, Conversations, capture, runner_of
 from tests.model_runtime.cpu_kernels.test_states import NUM_TAPS, Case, case, exact
 from tests.oracles.triton_attention import use_triton
 
@@ -154,12 +154,13 @@ def test_a_kept_slot_has_the_states_of_its_part() -> None:
 
 
 # A layer with states and one of attention each. A GPU serves larger ones.
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]
-    },
-    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
+SIZES = {
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32
 }  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**SIZES, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {**SIZES, "full_attn_idxs": [1]},
+}
 if not IS_INTERPRETED:
     HYBRIDS = {"qwen3_5_text": {}, "qwen3_next": {}, "lfm2": {}}
 
@@ -215,7 +216,8 @@ def test_a_hybrid_is_checked_and_answers_as_on_a_cpu(hybrid: Hybrid) -> None:
 def test_recorded_steps_advance_the_states(hybrid: Hybrid) -> None:
     """The slots of a step are filled in before a replay, and padding writes to none."""
     recorder = Again()
-    runners = [runner_of(hybrid.checkpoint, each, [NATIVE]) for each in (recorder, None)]
+    runners = [runner_of(hybrid.checkpoint, None, [NATIVE]) for _ in range(2)]
+    capture(runners[0], recorder, max_rows=4)
     talks = Conversations(runners, [NATIVE] * 3)
     for tokens in (
         {0: 5, 1: 9, 2: 2},
