@@ -85,7 +85,7 @@ class ScriptedMeter:
 
 @pytest.mark.parametrize(("most_drafted", "rows"), [(0, 5), (7, 40)])
 def test_the_cache_gets_what_the_rest_leaves_of_the_share(
-    most_drafted: int, rows: int, embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    most_drafted: int, rows: int, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache gets the share less weights, a step, memory outside torch, and recorded steps."""
     config = replace(CONFIG, max_draft_tokens=most_drafted)
@@ -93,8 +93,8 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     monkeypatch.setattr(memory_profile, "captures_graphs", lambda *_: True)
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
     meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
-    profile = measured(embedded, config, meter)
-    graph_bytes = graphs_bytes(3 * GIB, config, embedded.vocab_size, 150)
+    profile = measured(llama_checkpoint, config, meter)
+    graph_bytes = graphs_bytes(3 * GIB, config, llama_checkpoint.vocab_size, 150)
     assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB, graph_bytes)
     assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
     assert profile.cache_bytes(0.2) < 0
@@ -153,14 +153,14 @@ def test_the_largest_step_uses_all_that_the_limits_allow(
 
 
 def test_no_step_of_an_engine_is_larger(
-    embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine scores prompts beside decodes, and its steps reach the bounds."""
     sizes = sizes_of_runs(monkeypatch)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 60, "max_num_logit_rows": 30}
-    engine = engines.over(embedded, max_model_len=200, **limits)
-    deployment = deployment_of(embedded)
-    ids = [[(7 * at + 3 * number) % 900 + 5 for at in range(100)] for number in range(7)]
+    engine = engines.over(llama_checkpoint, max_model_len=200, **limits)
+    deployment = deployment_of(llama_checkpoint)
+    ids = [[(7 * at + 3 * number) % 190 + 5 for at in range(100)] for number in range(7)]
     answer(
         engine,
         *(
@@ -169,7 +169,7 @@ def test_no_step_of_an_engine_is_larger(
         ),
         *(request(deployment, each[50:] * 3, max_tokens=30, ignore_eos=True) for each in ids),
     )
-    spans = largest_step(replace(CONFIG, **limits), 0, 2048)
+    spans = largest_step(replace(CONFIG, **limits), 0, 199)
     largest = size_of(spans)
     assert all(got <= most for size in sizes for got, most in zip(size, largest, strict=True))
     # The bounds are reached, so the step that is measured is not far too large.
@@ -242,7 +242,7 @@ def sample_as_on_a_device(
 
 @pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])
 def test_a_context_is_no_longer_than_a_cache_could_be(
-    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int
+    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int
 ) -> None:
     """If the share is full already, then one page is left to measure the step with."""
     lens: list[int] = []
@@ -251,12 +251,12 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
         lens.extend(span.first_position + len(span.token_ids) for span in spans)
 
     spy_on_every_runner(monkeypatch, note)
-    measured(embedded, CONFIG, StillMeter(free=free))
+    measured(llama_checkpoint, CONFIG, StillMeter(free=free))
     assert set(lens) == {context_len}
 
 
 def test_a_step_without_memory_is_a_sentence(
-    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a step without memory names the limits to lower."""
 
@@ -265,7 +265,7 @@ def test_a_step_without_memory_is_a_sentence(
 
     monkeypatch.setattr(ModelRunner, "run", run)
     with pytest.raises(ModelError, match=r"a step of 150 tokens .*lower max_num_batched_tokens"):
-        measured(embedded, CONFIG)
+        measured(llama_checkpoint, CONFIG)
 
 
 def test_a_cuda_device_is_read_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
