@@ -12,8 +12,9 @@ from ropewalk.model_runtime.attention import exact_work, work_list
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.exact import attention as exact_attention
 from ropewalk.model_runtime.gpu.exact import product
-from ropewalk.model_runtime.loading import checkpoint, pack_model, self_check
+from ropewalk.model_runtime.loading import checkpoint, install_forward, pack_model, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.probing.untouched import LONG_LEN
 from ropewalk.model_runtime.runner import backends, model_runner
 from tests.doubles.engines import tiny_checkpoint
 
@@ -28,11 +29,18 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that are loaded from now on have a GPU's modules and attention, interpreted."""
     use_triton(monkeypatch)
+    check_few_decodes(monkeypatch)
     monkeypatch.setattr(self_check, "backend_for", lambda _: TritonAttention)
     for module in (backends, checkpoint, pack_model):
         for name, answer in (("has_gpu_kernels", True), ("has_cpu_kernels", False)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda _, answer=answer: answer)
+
+
+def check_few_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a load check two decode steps instead of seven; the second reads what the first wrote."""
+    for module in (self_check, install_forward):
+        monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 2)
 
 
 def load_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,8 @@ from ropewalk.model_runtime.layers.low_bits.stored import (
     StoredLinear,
     widened_product,
 )
-from ropewalk.model_runtime.loading import install_forward, self_check
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.sizes import Weights
-from ropewalk.model_runtime.probing.untouched import LONG_LEN
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
 from ropewalk.rope import Linear, Profile, Unscaled
@@ -48,16 +46,9 @@ SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, num_rope_tables=2)
 
 
-def load_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models load as on a GPU; one step of the check is as good as seven."""
-    load_exactly(monkeypatch)
-    for module in (self_check, install_forward):
-        monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 1)
-
-
 def loaded(monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> Checkpoint:
     """A tiny model, as a GPU serves it with exact_batches."""
-    load_soon(monkeypatch)
+    load_exactly(monkeypatch)
     sizes = {"num_hidden_layers": num_layers, "hidden_size": 32}
     return tiny_checkpoint(name, exact_batches=True, **SMALL, **sizes)
 
@@ -105,7 +96,7 @@ def test_weights_in_few_bits(
     monkeypatch: pytest.MonkeyPatch, engines: EngineFactory, tmp_path: Path
 ) -> None:
     """The bits of the dequantised model, alone and together, and no library's product."""
-    load_soon(monkeypatch)
+    load_exactly(monkeypatch)
     monkeypatch.setattr(executors, "DEVICE_TYPE", "cpu")
     for name in ("is_there", "could_serve"):
         monkeypatch.setattr(humming, name, lambda *_: True)

@@ -9,16 +9,20 @@ import torch
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.cache_layout import CacheLayout
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.gpu.backend import TritonAttention
 from ropewalk.model_runtime.gpu.launch import is_interpreted
 from ropewalk.model_runtime.gpu.program import launches
-from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward
+from ropewalk.model_runtime.gpu.program.flat_forward import FlatForward, flat_forward
 from ropewalk.model_runtime.gpu.rms_norm import GpuRmsNorm
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.install_forward import install_known
+from ropewalk.model_runtime.loading.native_tables import read_native_rope
+from ropewalk.model_runtime.loading.patch_model import patch_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Linear, Profile, ReRope, Unscaled
+from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import tiny_checkpoint
 from tests.oracles.triton_attention import load_as_on_a_gpu
 
@@ -38,16 +42,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class Runs:
     """Steps over one cache, by the launches of a model or by its modules."""
 
-    def __init__(self, loaded: Checkpoint) -> None:
-        self.model: Any = loaded.model
-        self.plans = loaded.plans
+    def __init__(self, model: Any) -> None:
+        """Take the model over without the comparisons of a load."""
+        self.model = model
+        native = read_native_rope(model)
+        self.plans = patch_model(model, native)
+        forward = flat_forward(model, self.plans)
+        assert forward is not None
+        install_known(model, forward)
         cpu = torch.device("cpu")
-        store = KVCache(loaded.cache_layout(PAGE, "auto"), NUM_PAGES, cpu, row_keys=True)
-        tables = RopeTables(loaded.native, PAGE, MAX_LEN, cpu)
+        layout = CacheLayout(self.plans, torch.float32, PAGE)
+        store = KVCache(layout, NUM_PAGES, cpu, row_keys=True)
+        tables = RopeTables(native, PAGE, MAX_LEN, cpu)
         self.table_ids = [tables.id_of(each) for each in PROFILES]
-        self.runner = ModelRunner(
-            self.model, loaded.plans, store, tables, PAGE, backend=TritonAttention
-        )
+        self.runner = ModelRunner(model, self.plans, store, tables, PAGE, backend=TritonAttention)
 
     def logits(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits by launches, and by modules."""
@@ -102,7 +110,7 @@ def test_steps_under_several_tables_are_those_of_modules(monkeypatch: pytest.Mon
     layer of a kind prepares its launches; under a method each layer does. The first layer of all
     has its own places in memory, because the embedding has a tensor.
     """
-    runs = Runs(tiny_checkpoint("gemma2", num_hidden_layers=4, **HEADS))
+    runs = Runs(tiny_model("gemma2", num_hidden_layers=4, **HEADS))
     for spans in runs.steps(random.Random(7), 3, len(PROFILES)):
         got, expected = runs.logits(spans)
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

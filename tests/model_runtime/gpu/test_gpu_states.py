@@ -34,7 +34,7 @@ from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import answer, checkpoint_of, deployment_of, request
 from tests.doubles.recorded_runners import Again, Conversations, capture, runner_of
 from tests.model_runtime.cpu_kernels.test_states import NUM_TAPS, Case, case, exact
-from tests.oracles.triton_attention import use_triton
+from tests.oracles.triton_attention import check_few_decodes, use_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_INTERPRETED = DEVICE.type == "cpu"
@@ -201,6 +201,7 @@ def hybrid(request: pytest.FixtureRequest) -> Iterator[Hybrid]:
                 patch.setattr(module, "has_cpu_kernels", lambda _: False)
                 patch.setattr(module, "has_gpu_kernels", lambda _: True)
             use_triton(patch)
+            check_few_decodes(patch)
         yield Hybrid(checkpoint_of(tiny_model(request.param, **sizes).to(DEVICE)), expected)
 
 
