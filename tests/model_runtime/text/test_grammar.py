@@ -77,8 +77,8 @@ def test_the_same_alone_and_in_a_batch(
     """Answers have equal bits alone and in a batch, for neighbours without a grammar too."""
     grammars = [compiled(compiler, SCHEMAS[name]) for name in ("required", "refs", "any object")]
     requests = [
-        held_to(grammar, embedded, seed=seed, max_tokens=60, logprobs=3)
-        for seed, grammar in enumerate([*grammars, None, None, *grammars])
+        held_to(grammar, embedded, seed=seed, max_tokens=40, logprobs=3)
+        for seed, grammar in enumerate([*grammars, None, None, grammars[0]])
     ]
     alone = [answer(engines.over(embedded), each)[0] for each in requests]
     assert answer(engines.over(embedded), *requests) == alone
@@ -94,7 +94,7 @@ def test_preemption_and_crossings_change_nothing(
     prompt = embedded.tokenizer.encode("import os\n" * 100)[:220]
     for policy in ("by_position", "grow-exact"):
         deployment = deployment_of(embedded, rope_scaling=YARN, rope_policy=policy)
-        drawn = {"temperature": 1.0, "max_tokens": 120}
+        drawn = {"temperature": 1.0, "max_tokens": 70}  # beyond the trained length of 256
         requests = [
             replace(request(deployment, prompt, seed=seed, **drawn), grammar=grammar)
             for seed in range(3)
