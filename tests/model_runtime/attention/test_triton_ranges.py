@@ -142,7 +142,7 @@ METHODS_OF_PARTS = (
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(0, 400), st.integers(2, 200)), min_size=1, max_size=3),
     st.sampled_from(METHODS_OF_PARTS),
