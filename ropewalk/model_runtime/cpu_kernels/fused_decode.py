@@ -118,7 +118,7 @@ def _combine(
         narrow(row_C, out[r, out_at : out_at + num])
 
 
-@jit()
+@jit(apart=True)
 def run_on_rows(
     fields_F: Ints, factors_X: Floats, addresses_B: Ints, like: Numbers, like_scale: Floats,
     begin: int, end: int,

@@ -1,14 +1,20 @@
-"""Kernels that other kernels call: typed and linked into their callers, never compiled alone.
+"""Kernels that other kernels call, in two forms.
 
 numba compiles each function whole: a wrapper for Python, LLVM's passes and machine code. A kernel
 here is dozens of small functions, and only the outermost is called from Python. So an inner one
 stays LLVM's intermediate code after one cheap pass, and the caller's passes optimise it in place.
 `python -m tests.warm_kernels` compiles in half the time, and answers keep their bits and speed.
+
+A large kernel that several others call, such as attention, is compiled apart: once, to machine code
+under a symbol of its own. Its callers are linked to the symbol, and are compiled without it.
 """
 
+import copy
 import gc
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -62,10 +68,36 @@ class _LinkableCompiler(_FunctionCompiler):  # type: ignore[misc]
             library=_Linkable(context.codegen(), self.py_func.__qualname__),
             pipeline_class=self.pipeline_class,
         )
+        made.library._ensure_finalized()  # noqa: SLF001
         # Callers find it by its entry point. Without machine code, its library stands for that.
-        made = made._replace(entry_point=made.library)
+        needed = [*made.library._reload_init]  # noqa: SLF001
+        made = made._replace(entry_point=made.library, reload_init=needed)
         context.insert_user_function(made.entry_point, made.fndesc, [made.library])
         return made
+
+
+class _Elsewhere(_Linkable):
+    """Stands in a kernel's callers for its machine code, which the engine finds by a symbol."""
+
+    machine_code: Any  # the library that has it, kept alive
+
+    def _get_module_for_linking(self) -> Any:
+        return self._final_module
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """Makes the machine code that kept code of a caller calls, before that code is loaded."""
+
+    name: str  # of a kernel in _apart
+    args: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        """Load or compile it, if this process has not yet."""
+        _apart[self.name].compile(self.args)
+
+
+_apart: dict[str, Any] = {}  # dispatchers of kernels that are compiled apart, by name
 
 
 class KeptBitcode(CompileResultCacheImpl):  # type: ignore[misc]
@@ -81,6 +113,7 @@ class KeptBitcode(CompileResultCacheImpl):  # type: ignore[misc]
         for function in reload_init:
             function()
         library = _Linkable._unserialize(target_context.codegen(), state)  # noqa: SLF001
+        library._reload_init.update(reload_init)  # noqa: SLF001  # callers need them, too
         empty = dict.fromkeys(compiler.CompileResult._fields)
         return compiler.CompileResult(**empty)._replace(
             target_context=target_context,
@@ -119,8 +152,29 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def split(entry: Any, inner: Any) -> None:
+def _by_symbol(made: Any, name: str) -> Any:
+    """Return what callers of a kernel with machine code are compiled with.
+
+    The symbol is the same in every process, as numba's is not, because kept callers have it.
+    """
+    args = tuple(made.signature.args)
+    symbol = f"ropewalk_{hashlib.sha256(f'{name} {args}'.encode()).hexdigest()}"
+    llvm.add_symbol(symbol, made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+    library = _Elsewhere(made.library.codegen, symbol)
+    library._reload_init.add(_Needed(name, args))  # noqa: SLF001
+    library.machine_code = made.library
+    library.finalize()
+    description = copy.copy(made.fndesc)
+    description.mangled_name = symbol
+    made.target_context.insert_user_function(library, description, [library])
+    return made._replace(entry_point=library, library=library, fndesc=description)
+
+
+def split(entry: Any, inner: Any, apart: str = "") -> None:
     """Let Python call `entry` as before, and kernels call `inner`. Both are one function's.
+
+    `apart`: the name under which `inner` has machine code of its own, the same in every process; ""
+    if it is linked into its callers.
 
     Constants in a call, such as the 0 of `f(rows, 0)`, count as integers of unknown value. numba
     would make one more variant for each, and the caller's passes find out about them anyway.
@@ -131,7 +185,15 @@ def split(entry: Any, inner: Any) -> None:
     def add_overload(made: Any) -> None:
         inner.overloads[tuple(made.signature.args)] = made
 
+    def compile_apart(args: tuple[Any, ...]) -> None:
+        if args not in inner.overloads:
+            entry.compile(args)
+            add_overload(_by_symbol(entry.overloads[args], apart))
+
     inner.add_overload = add_overload
+    if apart:
+        inner.compile = compile_apart
+        _apart[apart] = inner
     template: Callable[..., Any] = inner.get_call_template
 
     def get_call_template(args: Any, kws: Any) -> Any:

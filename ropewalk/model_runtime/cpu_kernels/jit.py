@@ -232,7 +232,7 @@ def _why_not(folder: Path) -> str:
 
 
 def jit(
-    *, inline: bool = False, borrows: bool = False, fuses: bool = True
+    *, inline: bool = False, borrows: bool = False, fuses: bool = True, apart: bool = False
 ) -> Callable[[Function], Function]:
     """Return a decorator that compiles; NaN stays NaN.
 
@@ -243,6 +243,9 @@ def jit(
     arguments. It makes compiling longer. `borrows` is for a function that is called often and
     neither makes nor returns an array. It skips reference counting of the array arguments, which
     takes two atomic instructions per array.
+
+    `apart` is for a large kernel that several others call. It is compiled once, and not with each of
+    them; `inlined.py`. A call then passes each array by its nine numbers.
 
     A kernel copies an array in a loop. `out[:] = row` compiles the text of numba's error, with all
     of its strings, which takes four seconds.
@@ -264,7 +267,7 @@ def jit(
         )
         entry: Any = kernel(function)
         inner: Any = kernel(function)
-        split(entry, inner)
+        split(entry, inner, described(entry) if apart else "")
         for made, kind in ((entry, KeptCode), (inner, _KeptInner)):
             kept = _cache_of(made.py_func, kind)
             if kept is not None:

@@ -162,7 +162,7 @@ def _multiplier(add: Any, step: int) -> Any:
     """Compiled: rows times panels."""
     add_rows = rows_adder(add, step)
 
-    @jit()
+    @jit(apart=True)
     def multiply(
         x_RK: Numbers, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, num_packed: int,
         chain: int, first_panel: int, end_panel: int,

@@ -64,7 +64,7 @@ def rotate_query(
         out_D[d] = query_D[d] * scale
 
 
-@jit(borrows=True)
+@jit(borrows=True, apart=True)
 def write_kv(
     key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, page_T: Ints, offset_T: Ints,
     keys_NKDO: Numbers, values_NKOV: Numbers,
@@ -218,7 +218,7 @@ def attention_kernel(products: Products, source: Source) -> Any:
     named, sides, most_tokens, page_room, locate, rotate_keys, place_values = source
     read_rows = rows_reader(products)
 
-    @jit()
+    @jit(apart=True)
     def attend(
         items_W3: Ints, query_TC: Numbers, group: int, plain_pages: tuple[Any, ...],
         plain_sequences: tuple[Any, ...], plain_params: tuple[Any, ...], out_TC: Numbers,

@@ -178,7 +178,7 @@ def ranges_kernel(products: Products, source: Source) -> Any:
     named, sides, most_tokens, page_room, locate, rotate_keys, place_values = source
     read_rows = rows_reader(products, _BY_RANGE)
 
-    @jit()
+    @jit(apart=True)
     def attend_ranges(
         items_W3: Ints, query_TC: Numbers, group: int, plain_pages: tuple[Any, ...],
         plain_sequences: tuple[Any, ...], plain_ranges: tuple[Any, ...],

@@ -37,7 +37,7 @@ def _choose(logits_E: Floats, choice_C: Integers, best_C: Floats) -> bool:
     return has_nan
 
 
-@jit()
+@jit(apart=True)
 def route(
     logits_RE: Floats, is_normalised: int, is_rounded: int, choice_RC: Integers, weights_RC: Floats
 ) -> None:  # fmt: skip

@@ -122,7 +122,7 @@ def stages(experts_product: ExpertProduct) -> tuple[Any, Any]:
             fields_F[TABLE] + fields_F[TABLE_STEP] * expert, fields_F[NUM_INPUTS], first, end,
         )  # fmt: skip
 
-    @jit()
+    @jit(apart=True)
     def enter(
         fields_F: Ints, factors_X: Floats, x_RK: Numbers, logits_RE: Floats, between_SI: Floats,
         like_scale: Floats, thread: int, num_threads: int,
@@ -149,7 +149,7 @@ def stages(experts_product: ExpertProduct) -> tuple[Any, Any]:
                 begin, stop,
             )  # fmt: skip
 
-    @jit()
+    @jit(apart=True)
     def leave(
         fields_F: Ints, between_SI: Floats, logits_RE: Floats, out_RN: Numbers,
         like_scale: Floats, thread: int, num_threads: int,

@@ -229,7 +229,7 @@ def chunk_unpacker(kind: Format, *, in_pairs: bool = False) -> Any:
     columns, has_minimum = width // WIDTH, int(kind.has_minimum)
     panel_bytes = PANEL * (2 if in_pairs else 1)
 
-    @jit(borrows=True)
+    @jit(borrows=True, apart=True)
     def unpack(
         panel: int, first: int, end: int, out: Records, at: int, scales: Floats, offsets: Floats
     ) -> None:

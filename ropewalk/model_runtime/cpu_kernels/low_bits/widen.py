@@ -46,7 +46,7 @@ def _widener_of(kind: Format) -> Any:
     step_bytes = step * PANEL * kind.lower_bits // 8
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
 
-    @jit(borrows=True)
+    @jit(borrows=True, apart=True)
     def widen(panel: int, first: int, end: int, out: Floats) -> None:
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
@@ -75,7 +75,7 @@ def _adder_of(kind: Format, num_rows: int) -> Any:
     column_bytes, above_bytes = kind.unit_bytes, kind.upper_word_bytes
     columns = width // WIDTH
 
-    @jit(borrows=True)
+    @jit(borrows=True, apart=True)
     def add_rows(panel: int, first: int, end: int, x_RK: Floats, top: int, sums: Floats) -> None:
         stride = x_RK.shape[1]
         for start in range(first, end, group):

@@ -171,7 +171,7 @@ def quantise_filled(
                 quantise_page(source_XKE[code // 2, head], record_R, pages.sides)
 
 
-@jit()
+@jit(apart=True)
 def write_pages(
     key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, destinations: Any,
     plain_sequences: tuple[Any, ...], plain_pages: tuple[Any, ...],

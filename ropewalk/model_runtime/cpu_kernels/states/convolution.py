@@ -95,7 +95,7 @@ def keep_inputs(
             store(tail_NLC, (write * num_kept + place) * num_channels + channel, x)
 
 
-@jit()
+@jit(apart=True)
 def short_convolution(
     joined_TY: Numbers,
     joined_at: int,

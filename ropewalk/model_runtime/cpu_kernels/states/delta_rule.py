@@ -233,7 +233,7 @@ def _write_gated(
             store(out_TV, at + d, multiply(x, silu(load(gate_TY, gate + d))))
 
 
-@jit()
+@jit(apart=True)
 def gated_delta(
     num_key_heads: int,
     segments_X4: Segments,

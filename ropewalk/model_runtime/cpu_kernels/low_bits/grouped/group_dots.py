@@ -292,7 +292,7 @@ def few_rows_adder(kind: Format, dots: Dots, num_rows: int) -> Any:
     columns, has_minimum = width // WIDTH, int(kind.has_minimum)
     code_bytes, sum_bytes = dots.code_bytes, dots.sum_bytes
 
-    @jit(borrows=True, fuses=False)
+    @jit(borrows=True, fuses=False, apart=True)
     def add_rows(
         panel: int, first: int, end: int, records_RB: Records, codes_at: int, scales_at: int,
         sums_at: int, zero: int, sums: Floats, row: int,

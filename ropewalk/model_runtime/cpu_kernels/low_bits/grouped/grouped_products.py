@@ -113,7 +113,7 @@ def _rows_adder(group: int, has_minimum: int, dots: Dots) -> Any:
     most, add_most = next(iter(adders.items()))
     add_4, add_2, add_1 = (adders.get(count, add_most) for count in (4, 2, 1))
 
-    @jit(borrows=True)
+    @jit(borrows=True, apart=True)
     def add_rows(
         records_RB: Records, top: int, num_rows: int, codes_at: int, scales_at: int, sums_at: int,
         zero: int, num_inputs: int, weights: Records, begin: int, scales: Floats, offsets: Floats,
@@ -196,7 +196,7 @@ def _floats_adder() -> Any:
     widen = widener((FLOAT32.number,))
     add_rows = rows_adder(add_products, 1, 0)
 
-    @jit()
+    @jit(apart=True)
     def add_panel(panel: int, x_RK: Floats, top: int, num_rows: int, sums: Floats) -> None:
         num_inputs = x_RK.shape[1]
         wide_Q = np.empty(CHUNK * PANEL, np.float32)

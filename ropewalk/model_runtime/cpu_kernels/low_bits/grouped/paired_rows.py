@@ -99,7 +99,7 @@ def pairer(num_orders: int, is_widened: int) -> RowMaker:
     """
     pair_group = _group_pairer(num_orders)
 
-    @jit()
+    @jit(apart=True)
     def pair_part(
         x_RK: Numbers, wide_RK: Numbers, records_RB: Records, first: int, end: int
     ) -> None:

@@ -224,7 +224,7 @@ def rounder(num_orders: int, is_bfloat16: int) -> RowMaker:
     """
     round_group = _group_rounder(num_orders)
 
-    @jit(fuses=False)
+    @jit(fuses=False, apart=True)
     def round_part(
         x_RK: Numbers, wide_RK: Floats, records_RB: Records, first: int, end: int
     ) -> None:
