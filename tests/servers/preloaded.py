@@ -5,6 +5,7 @@ and the tests start thirty servers. Tests of the start itself run a command of t
 (`tests.servers.processes.command`).
 """
 
+import atexit
 import fcntl
 import gc
 import importlib
@@ -24,6 +25,8 @@ from pathlib import Path
 from select import select
 from typing import Any
 from unittest.mock import patch
+
+from ropewalk.server.process.hangups import end_process
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LONGEST = 1 << 20  # bytes of a request: arguments and environment
@@ -266,10 +269,20 @@ def _run(request: dict[str, Any]) -> None:
     tempfile.tempdir = None  # TMPDIR is read again
     os.chdir(request["folder"])
     sys.argv[:] = [request["module"], *request["arguments"]]
-    if request["call"] is None:
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-    else:
-        getattr(importlib.import_module(request["module"]), request["call"])()
+    code: object = None
+    try:
+        if request["call"] is None:
+            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        else:
+            getattr(importlib.import_module(request["module"]), request["call"])()
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            raise
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    # To free what was imported would take half a second of processor time.
+    end_process(code or 0)
 
 
 if __name__ == "__main__":
