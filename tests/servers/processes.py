@@ -9,20 +9,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from subprocess import Popen
 from tempfile import TemporaryFile
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner
 
 from ropewalk.cli import ropewalk
+from ropewalk.studies.doctor.packages import read_torch
 from tests.servers import preloaded
 from tests.servers.preloaded import Fork
 
 _START_S = 120
 _STOP_S = 90  # a Ray cluster on a loaded machine needs a minute
+_read_torch = cache(read_torch)
 _LISTENING = re.compile(r'(?:listening on\s+|"url": ")(https?://[^\s"]+)')  # text, or JSON
 # With it every server of the tests has this many replicas on Ray Serve (make test-ray).
 REPLICAS = os.environ.get("TEST_REPLICAS")
@@ -49,7 +53,9 @@ def command(*arguments: str, module: str = "ropewalk") -> list[str]:
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command that ends by itself in this process, which saves the time of its imports."""
-    result = CliRunner().invoke(ropewalk, arguments)
+    # The process that imports torch for `doctor` runs once for all tests.
+    with patch("ropewalk.studies.doctor.command.read_torch", _read_torch):
+        result = CliRunner().invoke(ropewalk, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
