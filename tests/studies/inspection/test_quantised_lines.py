@@ -11,7 +11,6 @@ from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.load_service import load_service
 from tests.checkpoints.quantised_cases import case
 from tests.checkpoints.quantised_files import change_config
-from tests.server.test_light_imports import run
 from tests.servers.processes import run_here
 
 STORED = {
@@ -71,6 +70,7 @@ def test_config_check_says_how_weights_are_stored(tmp_path: Path) -> None:
     case("w4a16").write(folder)
     file = tmp_path / "ropewalk.yaml"
     file.write_text(f"model: {folder}\ndevice: cpu\n")
-    output, last = run("config", "check", str(file))
-    assert "stored in compressed-tensors (int4 in groups of 128), served in float32" in output
-    assert last.startswith("code 0 ")
+    ended = run_here("config", "check", str(file))
+    assert ended.returncode == 0, ended.stderr
+    told = "stored in compressed-tensors (int4 in groups of 128), served in float32"
+    assert told in ended.stdout
