@@ -15,6 +15,11 @@ from training.text import Corpus
 SCHEDULE = Schedule(steps=4, polish_steps=2, windows_per_step=4, warmup_steps=2, planted=False)
 
 
+@pytest.fixture(autouse=True)
+def _few_windows_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_HELD_OUT_WINDOWS", 8)
+
+
 def _training(corpus: Corpus, shape: Shape, schedule: Schedule, folder: Path) -> Training:
     run = RunFolder(folder, shape, schedule)
     return open_training(corpus, shape, schedule, run, compiled=False)
