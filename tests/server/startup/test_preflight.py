@@ -8,7 +8,30 @@ import pytest
 
 from ropewalk.server.process.preflight import use_huge_pages, wait_briefly
 
-_SHOW = "from ropewalk.server.process.preflight import wait_briefly; wait_briefly(); import torch"
+_PROGRAM = """
+from ropewalk.server.process.preflight import bound_memory, wait_briefly
+bound_memory()
+wait_briefly()
+import torch
+from tests.model_runtime.cpu_kernels.test_huge_pages import is_advised
+small, large = torch.zeros(1 << 10), torch.zeros(1 << 22)  # not in the place of a freed large one
+middle = [each.data_ptr() + 2 * len(each) for each in (large, small)]
+print(*map(is_advised, middle))
+"""
+
+
+@pytest.fixture(scope="module")
+def started() -> subprocess.CompletedProcess[str]:
+    """A process that imports torch as a command does; its OpenMP tells its environment."""
+    others = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    quiet = {name: value for name, value in os.environ.items() if name not in others}
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**quiet, "OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
 
 
 def test_the_environment_may_say_otherwise() -> None:
@@ -23,20 +46,9 @@ def test_the_environment_may_say_otherwise() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
-def test_torchs_openmp_takes_it() -> None:
+def test_torchs_openmp_takes_it(started: subprocess.CompletedProcess[str]) -> None:
     """The variable is set before torch's OpenMP reads it."""
-    quiet = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    shown = subprocess.run(
-        [sys.executable, "-c", _SHOW],
-        env={**quiet, "OMP_DISPLAY_ENV": "VERBOSE"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
+    shown = started.stderr
     if "GOMP_SPINCOUNT" not in shown:
         pytest.skip("this build of torch has another OpenMP library")
     assert "GOMP_SPINCOUNT = '1000'" in shown
@@ -48,21 +60,9 @@ def test_an_environment_without_huge_pages_stays() -> None:
     assert environment == {"THP_MEM_ALLOC_ENABLE": "0"}
 
 
-_ADVISED = """
-from ropewalk.server.process.preflight import bound_memory
-bound_memory()
-import torch
-from tests.model_runtime.cpu_kernels.test_huge_pages import is_advised
-small, large = torch.zeros(1 << 10), torch.zeros(1 << 22)  # not in the place of a freed large one
-middle = [each.data_ptr() + 2 * len(each) for each in (large, small)]
-print(*map(is_advised, middle))
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has huge pages")
-def test_large_tensors_of_torch_ask_for_huge_pages() -> None:
+def test_large_tensors_of_torch_ask_for_huge_pages(
+    started: subprocess.CompletedProcess[str],
+) -> None:
     """The variable is set before torch reads it, and torch knows it."""
-    shown = subprocess.run(
-        [sys.executable, "-c", _ADVISED], capture_output=True, text=True, check=True
-    ).stdout
-    assert shown.split() == ["True", "False"]
+    assert started.stdout.split() == ["True", "False"]
