@@ -184,10 +184,12 @@ def _import() -> None:
 
     bound_memory()
     wait_briefly()
+    gc.disable()  # the imports make no garbage, and looking for it takes a second
     for name in _MODULES:
         importlib.import_module(name)
     _load_once()
     gc.freeze()
+    gc.enable()
 
 
 def _load_once() -> None:
