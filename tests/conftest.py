@@ -1,5 +1,6 @@
 """Fixtures for every test: seeds, engines over tiny models, the embedded model, a server."""
 
+import gc
 import os
 import signal
 import sys
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Let the longest files come first, so that no worker is left with one at the end."""
     longest = {f"test_{each}" for each in _LONGEST.split()}
     items.sort(key=lambda item: item.path.stem not in longest)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of the collections of garbage that each load asks for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,5 +1,7 @@
 """Products of weights in few bits: their values, and the same bits in any number of rows."""
 
+from functools import cache
+
 import gguf
 import numpy as np
 import pytest
@@ -105,6 +107,12 @@ def linear_of(
     return LowBitLinear(panels, bias, dtype)
 
 
+@cache
+def workshop_of(dtype: torch.dtype) -> LowBitWorkshop:
+    """The kernels of all types, as of a model that has each; one product of them is compiled."""
+    return LowBitWorkshop([linear_of(each, 64, 256, dtype) for each in BY_TYPE])
+
+
 # A type's kernels take seconds to compile. Those of bfloat16 differ by how rows and results are
 # read, so the single numbers below and three of these types suffice there.
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     """
     low = linear_of(type_name, num_outputs, num_inputs, dtype)
     x = torch.randn(max(ROWS), num_inputs, generator=torch.manual_seed(2)).to(dtype)
-    packed = PackedLinear(low)
+    packed = LowBitProduct([low], workshop_of(dtype))
     whole = packed(x)
     for rows in ROWS:
         assert torch.equal(packed(x[:rows]), whole[:rows]), rows
@@ -165,7 +173,7 @@ def test_a_single_number_of_a_bfloat16_row_finds_its_weight(type_name: str) -> N
     num_inputs = max(BY_TYPE[type_name].block, 96)
     low = linear_of(type_name, 64, num_inputs, torch.bfloat16)
     low.bias = None
-    packed = PackedLinear(low)
+    packed = LowBitProduct([low], workshop_of(torch.bfloat16))
     rows = torch.eye(num_inputs, dtype=torch.bfloat16)
     found = packed(rows)
     expected = widened(low.panels, torch.float32).T
