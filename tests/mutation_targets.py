@@ -49,7 +49,7 @@ TARGETS = {
         (
             *(
                 f"{_SCHEDULING}/test_{name}.py"
-                for name in ("sequence", "scheduler", "prefill_budget")
+                for name in ("sequence", "scheduler", "step_cost", "prefill_budget")
             ),
             f"{_RUNTIME}/engine/test_engine.py",
             *(
@@ -73,7 +73,7 @@ TARGETS = {
         ("model_runtime/scheduling/prefix_cache.py",),
         tuple(
             f"{_SCHEDULING}/test_{name}.py"
-            for name in ("scheduler", "windows", "prefix_cache", "kept_pages")
+            for name in ("page_pool", "scheduler", "windows", "prefix_cache", "kept_pages")
         ),
     ),
     "windows": Target(
@@ -90,7 +90,11 @@ TARGETS = {
     ),
     "states": Target(
         ("model_runtime/scheduling/sequence_states.py", "model_runtime/attention/state_store.py"),
-        ("tests/server/startup/test_state_slots.py", "tests/promises/test_states.py"),
+        (
+            f"{_SCHEDULING}/test_sequence_states.py",
+            "tests/server/startup/test_state_slots.py",
+            "tests/promises/test_states.py",
+        ),
     ),
     "drafts": Target(
         (

@@ -1,4 +1,4 @@
-"""Kernels inside of kernels are linked into their callers, and kept for the next caller."""
+"""Kernels inside of kernels are linked into their callers or called, and kept for the next one."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ import pytest
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 
 
-def kernels(name: str) -> tuple[Any, Any]:
+def kernels(name: str, *, apart: bool = False) -> tuple[Any, Any]:
     """A new kernel and one that calls it, with and without a constant; the name is the caller's."""
 
-    @jit()
+    @jit(apart=apart)
     def scaled(x: Any, factor: int) -> float:
         return float(factor * x.sum())
 
@@ -68,11 +68,61 @@ def test_an_inner_kernel_is_found_again_for_another_caller(folder: Path) -> None
     assert sum(another.stats.cache_misses.values()) == 1
 
 
-def test_an_error_of_an_inner_kernel_reaches_python(folder: Path) -> None:
+def through(kernel: Any, name: str) -> Any:
+    """A caller of this name, with another kernel between it and the called one."""
+
+    @jit()
+    def between(x: Any, factor: int) -> float:
+        return float(kernel(x, factor))
+
+    def calling(x: Any, factor: int) -> float:
+        return between(x, factor) + between(x, 2)
+
+    calling.__qualname__ = name
+    return jit()(calling)
+
+
+def test_a_kernel_apart_is_compiled_once_for_all_callers(folder: Path) -> None:
+    """A caller that was kept, and one over kept code, find the machine code before they run."""
+    scaled, calling = kernels("calling", apart=True)
+    assert calling(X, 2) == 50.0
+    assert through(scaled, "through")(X, 1) == 30.0
+    assert scaled(X, 7) == 70.0
+    assert len(scaled.overloads) == 1
+    assert not [*folder.rglob("*scaled*.inlined.*.nbc")]
+    scaled, calling = kernels("calling", apart=True)
+    assert calling(X, 3) == 60.0
+    assert through(scaled, "through")(X, 3) == 50.0
+    assert through(scaled, "new")(X, 3) == 50.0
+    assert sum(scaled.stats.cache_hits.values()) == 1
+    assert not scaled.stats.cache_misses
+    assert calling.stats.cache_hits
+
+
+@pytest.mark.usefixtures("folder")
+def test_kernels_of_one_name_that_compute_otherwise_have_symbols_of_their_own() -> None:
+    """Two variants in one process, each compiled apart."""
+
+    def made(factor: int) -> Any:
+        @jit(apart=True)
+        def scaled(x: Any) -> float:
+            return float(x.sum() * factor)
+
+        @jit()
+        def calling(x: Any) -> float:
+            return scaled(x) + 1
+
+        return calling
+
+    assert [made(factor)(X) for factor in (2, 3)] == [21.0, 31.0]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_error_of_an_inner_kernel_reaches_python(folder: Path, *, apart: bool) -> None:
     """Also from code that an earlier process kept."""
     for _ in range(2):
 
-        @jit()
+        @jit(apart=apart)
         def checked(x: Any) -> int:
             if x.size > 4:
                 raise ValueError("too long")

@@ -73,7 +73,10 @@ def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
 
 
 def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:
-    """The keys of pages are chained, so a key also depends on the page before."""
+    """The keys of pages are chained, so a key also depends on the page before.
+
+    A whole number is the same as an integer and as a float.
+    """
     plain, yarn = Profile(Unscaled()), Profile(Yarn(factor=2.0, original_max_position_embeddings=8))
     roots = [
         root_key(plain, ""),
@@ -86,6 +89,8 @@ def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:
     keys += [next_key(each, [1, 2]) for each in keys]
     assert len(set(keys) | set(roots)) == len(keys) + len(roots)
     assert next_key(root_key(plain, "a"), [1, 2]) == next_key(root_key(plain, "a"), (1, 2))
+    whole = Profile(Yarn(factor=2, original_max_position_embeddings=8))
+    assert root_key(whole, "") == root_key(yarn, "")
 
 
 def test_pages_that_are_detained_are_free_after_the_step() -> None:

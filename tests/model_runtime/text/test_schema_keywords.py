@@ -277,6 +277,7 @@ def test_a_wrong_value_is_refused_with_keyword_and_place(schema: Any, told: str)
         ({"allOf": [{"exclusiveMinimum": 2}, {"maximum": 2.5}], "type": "number"}, [2.1], [2]),
         ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 6}, [2**53 + 2, 2**53 + 6],
          [2**53, 2**53 + 8]),
+        ({"enum": [2**53, -(2**53)]}, [2**53, -(2**53)], [2**53 - 1]),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [2**62], [2**63]),
         ({"type": "integer", "exclusiveMaximum": 2**60, "minimum": 2**60 - 600}, [2**60 - 256],
          [2**60, 2**60 + 1]),
