@@ -244,8 +244,8 @@ def jit(
     neither makes nor returns an array. It skips reference counting of the array arguments, which
     takes two atomic instructions per array.
 
-    `apart` is for a large kernel that several others call. It is compiled once, and not with each of
-    them; `inlined.py`. A call then passes each array by its nine numbers.
+    `apart` is for a large kernel that several others call. It is compiled once, and not with each
+    of them; `inlined.py`. A call then passes each array by its nine numbers.
 
     A kernel copies an array in a loop. `out[:] = row` compiles the text of numba's error, with all
     of its strings, which takes four seconds.
