@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.fuzz.breakable import KEY, MODULE
+from tests.server.fuzz.breakable import KEY, MODULE, MOST_UNREAD
 from tests.servers.processes import Server, running_server
 
 
@@ -18,7 +18,12 @@ def attacked() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def breakable() -> Iterator[Server]:
-    """A server whose engine can be stopped and made to fail, and that logs every line."""
+    """A server whose engine can be stopped and made to fail, and that logs every line.
+
+    Its clients may lag 64 outputs behind.
+    """
     flags = ("--open-metrics", "--api-key", KEY, "--shutdown-timeout-seconds", "0")
-    with running_server(*flags, module=MODULE) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MOST_UNREAD, "64")
+        with running_server(*flags, module=MODULE) as running:
+            yield running

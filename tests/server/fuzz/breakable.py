@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,9 @@ SIGNALS = {
     BREAK: "every forward pass from the next one on raises like a GPU after an illegal access",
     STALL: "the next step does not end, until the same signal comes again",
 }
+MOST_UNREAD = (
+    "BREAKABLE_MAX_UNREAD"  # a variable: outputs that the client of a stream may lag behind
+)
 # The state between the engine's death and the process' end is otherwise a matter of luck.
 _DYING_S = 2.0
 
@@ -34,7 +38,8 @@ def break_on_signals() -> None:
     from ropewalk.server.api import health, reservation
     from ropewalk.server.startup.lifecycle import GracefulServer
 
-    health.STALL_S, reservation.MAX_UNREAD = 1.0, 64  # a test waits for both
+    health.STALL_S = 1.0  # a test waits for it
+    reservation.MAX_UNREAD = int(os.environ.get(MOST_UNREAD, reservation.MAX_UNREAD))
     dies, fails, flows, breaks = (threading.Event() for _ in range(4))
     flows.set()
     step, prepare, engine_died = (
