@@ -38,7 +38,7 @@ def load_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_few_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a load check two decode steps instead of seven; the second reads what the first wrote."""
+    """Let a load check two decode steps; the second reads what the first wrote."""
     for module in (self_check, install_forward):
         monkeypatch.setattr(module, "DECODE_START", LONG_LEN - 2)
 

@@ -26,7 +26,7 @@ from tests.doubles.engines import (
 )
 from tests.doubles.runner_spy import RunnerSpy
 
-# method, factor, log-n, prompt tokens, tokens to generate
+# method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
 MIX: list[tuple[str, float, bool, int, int]] = [
     ("default", 1.0, False, 11, 9),
     ("yarn", 2.0, False, 70, 12),
@@ -72,6 +72,7 @@ def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[R
     longrope = deployment_of(
         checkpoint, rope_scaling=longrope_block(checkpoint.native.rotary.num_pairs)
     )
+    native_len = plain.native_len
 
     def made(
         deployment: Deployment, num_prompt: int, max_tokens: int, rope: RopeRequest
@@ -91,9 +92,10 @@ def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[R
 
     requests = []
     for rope_type, factor, use_logn, num_prompt, max_tokens in MIX:
+        length = num_prompt * native_len // 64
         rope = RopeRequest(rope_type, factor, None if rope_type == "default" else "fixed")
-        requests.append(made(logn if use_logn else plain, num_prompt, max_tokens, rope))
-    requests.append(made(longrope, 3 * plain.native_len, 6, RopeRequest()))
+        requests.append(made(logn if use_logn else plain, length, max_tokens, rope))
+    requests.append(made(longrope, 3 * native_len, 6, RopeRequest()))
     return requests
 
 

@@ -79,8 +79,8 @@ def _turned(x_HND: Tensor, table: Frequencies, position: int) -> Tensor:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_mean_and_spread_are_those_of_simulated_scores(table: Frequencies) -> None:
-    """The reference is 40,000 rotated dot products per distance; the bound is six errors."""
-    num = 40_000
+    """The reference is 100,000 rotated dot products per distance; the bound is six errors."""
+    num = 100_000
     (query, query_root), (key, key_root) = _random_moments(2), _random_moments(2)
     expected_HM = expected_score(query, key, table, DISTANCES, SCALING)
     spread_HM = score_spread(query, key, table, DISTANCES, SCALING)

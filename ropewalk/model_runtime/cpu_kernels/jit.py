@@ -268,7 +268,10 @@ def jit(
         entry: Any = kernel(function)
         inner: Any = kernel(function)
         split(entry, inner, described(entry) if apart else "")
-        for made, kind in ((entry, KeptCode), (inner, _KeptInner)):
+        kinds: list[tuple[Any, type[KeptCode]]] = [(entry, KeptCode)]
+        if not apart:  # else the machine code is the entry's
+            kinds.append((inner, _KeptInner))
+        for made, kind in kinds:
             kept = _cache_of(made.py_func, kind)
             if kept is not None:
                 made._cache = kept  # noqa: SLF001  # as its enable_caching does

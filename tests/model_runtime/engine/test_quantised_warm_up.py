@@ -85,7 +85,7 @@ for script, *arguments in json.loads(sys.argv[1]):
 
 
 def _told(*scripts: tuple[str, ...]) -> str:
-    """What scripts tell, each in a fork of a process that has compiled nothing."""
+    """Run scripts, each in a fork of a process that has compiled nothing; return their lines."""
     ended = subprocess.run(
         [sys.executable, "-c", _COMPILED + _FORKS, json.dumps(scripts)],
         capture_output=True,

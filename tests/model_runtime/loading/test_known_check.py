@@ -36,7 +36,7 @@ def folder(path: Path, architecture: str = "gemma3_text", **sizes: int) -> Load:
     return partial(load_checkpoint, path / "model", device="cpu", remembers=True)
 
 
-# What a load knows of earlier ones is the same for every model, so a small one is loaded.
+# A load remembers the same facts of every model, so a small one is loaded.
 one_layer = partial(folder, architecture="llama", num_hidden_layers=1)
 
 

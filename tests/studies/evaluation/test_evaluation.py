@@ -193,6 +193,8 @@ def test_a_second_run_measures_only_what_is_missing(
     assert invoke(*other, "--seed", "1", "--no-resume", "--output", str(folder)).exit_code == 0
     assert len(again) == 2
     # So is a cache in few bits, whose format the table and the numbers tell.
+    assert invoke(*other, "--seed", "1", "--output", str(folder)).exit_code == 0
+    assert len(again) == 2
     monkeypatch.setenv("ROPEWALK_KV_CACHE_DTYPE", "int4")
     ended = invoke(*other, "--seed", "1", "--output", str(folder))
     assert ended.exit_code == 0, ended.output
