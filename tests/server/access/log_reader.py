@@ -2,7 +2,10 @@
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
+
+import httpx
 
 from tests.server.load.soak_watch import wait_for
 from tests.servers.processes import Server
@@ -35,16 +38,25 @@ def _value(text: str) -> Any:
         return text
 
 
-def request_lines(server: Server, first: int = 0) -> list[dict[str, Any]]:
-    """The fields of each request's line, from the log's line `first` on."""
-    return [
-        fields_of(line.rstrip("\n"))
-        for line in list(server.log[first:])
-        if "event=request " in line
-    ]
+def request_lines(server: Server) -> list[dict[str, Any]]:
+    """The fields of each request's line."""
+    return [fields_of(line.rstrip("\n")) for line in list(server.log) if "event=request " in line]
 
 
-def awaited_lines(server: Server, first: int, num: int) -> list[dict[str, Any]]:
-    """As many lines; an aborted request has its line one step later than its response."""
-    assert wait_for(lambda: len(request_lines(server, first)) >= num), server.log[first:]
-    return request_lines(server, first)
+def line_of(server: Server, request_id: str) -> dict[str, Any]:
+    """The only line of a request; an aborted one has it one step later than its response.
+
+    Lines of earlier requests may still come, so a test takes those of its own.
+    """
+
+    def found() -> list[dict[str, Any]]:
+        return [each for each in request_lines(server) if each["request_id"] == request_id]
+
+    assert wait_for(lambda: bool(found())), server.log
+    (line,) = found()
+    return line
+
+
+def lines_of(server: Server, answers: Iterable[httpx.Response]) -> list[dict[str, Any]]:
+    """The line of each answer."""
+    return [line_of(server, each.headers["x-request-id"]) for each in answers]

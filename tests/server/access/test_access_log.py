@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.access.log_reader import awaited_lines, request_lines
+from tests.server.access.log_reader import line_of, lines_of, request_lines
 from tests.servers.processes import Server, running_server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -30,22 +30,14 @@ def client_of(server: Server, key: str = "secret-a", **headers: str) -> httpx.Cl
     return httpx.Client(base_url=server.url, headers={**bearer, **headers}, timeout=60)
 
 
-def one_line(server: Server, first: int) -> dict[str, Any]:
-    """The only new line."""
-    (line,) = awaited_lines(server, first, 1)
-    return line
-
-
 @pytest.mark.parametrize("form", ["whole", "stream"])
 def test_a_line_has_what_was_asked_applied_and_spent(logged: Server, form: str) -> None:
     """The id is that of the response."""
     stream = form == "stream"
     body = {"prompt": [7] * 300, "max_tokens": 5, "n": 2, "ignore_eos": True, "stream": stream}
-    first = len(logged.log)
     with client_of(logged, traceparent=f"00-{TRACE}-00f067aa0ba902b7-01") as client:
         answer = client.post("/v1/completions", json={**body, "cache_salt": form})
-    line = one_line(logged, first)
-    assert line["request_id"] == answer.headers["x-request-id"]
+    (line,) = lines_of(logged, [answer])
     assert "traceparent" not in answer.headers
     told = {name: line[name] for name in line if name not in {"timestamp", "request_id"}}
     seconds, first_token_s = told.pop("seconds"), told.pop("first_token_s")
@@ -71,28 +63,26 @@ def test_a_line_has_what_was_asked_applied_and_spent(logged: Server, form: str) 
 
 def test_cached_tokens_are_those_of_usage(logged: Server) -> None:
     """The second of two equal prompts finds whole pages."""
-    first = len(logged.log)
+    body = {"prompt": [9] * 200, "max_tokens": 1}
     with client_of(logged) as client:
-        for _ in range(2):
-            answer = client.post("/v1/completions", json={"prompt": [9] * 200, "max_tokens": 1})
-    lines = awaited_lines(logged, first, 2)
-    assert [line["cached_tokens"] for line in lines] == [0, 192]
-    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+        answers = [client.post("/v1/completions", json=body) for _ in range(2)]
+    assert [line["cached_tokens"] for line in lines_of(logged, answers)] == [0, 192]
+    assert answers[1].json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
 
 
 @pytest.mark.parametrize("form", ["whole", "stream"])
 def test_a_client_that_leaves_has_its_line(logged: Server, form: str) -> None:
     """The line comes when the engine has ended the answer, with the tokens until then."""
     stream = form == "stream"
-    first = len(logged.log)
-    with client_of(logged) as client:
+    name = f"left-{form}"
+    with client_of(logged, **{"X-Request-Id": name}) as client:
         if stream:
             with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
                 next(line for line in answer.iter_lines() if line.startswith("data"))
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/completions", json=LONG, timeout=0.3)
-    line = one_line(logged, first)
+    line = line_of(logged, name)
     assert line["aborted"] is True
     assert line["status"] == (200 if stream else 499)
     assert stream <= line["completion_tokens"] < 1800  # a busy machine may not have begun
@@ -104,14 +94,16 @@ def test_refused_requests_have_lines_without_a_clients_text(logged: Server) -> N
     marker = "marker-of-a-client"
     with client_of(logged, traceparent=marker) as client:
         wrong = {"Authorization": f"Bearer {marker}"}
-        client.post("/v1/completions", json={"prompt": marker}, headers=wrong)
-        client.get(f"/{marker}", params={marker: marker})
-        client.request(marker, "/v1/models")
-        client.post("/v1/completions", json={"prompt": marker, "model": marker})
-        client.post("/v1/chat/completions", json={marker: marker})
-        client.get(f"/v1/models/{marker}")
-        client.get("/docs", headers=wrong)
-    lines = awaited_lines(logged, first, 7)
+        answers = [
+            client.post("/v1/completions", json={"prompt": marker}, headers=wrong),
+            client.get(f"/{marker}", params={marker: marker}),
+            client.request(marker, "/v1/models"),
+            client.post("/v1/completions", json={"prompt": marker, "model": marker}),
+            client.post("/v1/chat/completions", json={marker: marker}),
+            client.get(f"/v1/models/{marker}"),
+            client.get("/docs", headers=wrong),
+        ]
+    lines = lines_of(logged, answers)
     assert [(each["key"], each["method"], each["route"], each["status"]) for each in lines] == [
         (None, "POST", "/v1/completions", 401),
         ("alice", "GET", "other", 404),
@@ -127,28 +119,31 @@ def test_refused_requests_have_lines_without_a_clients_text(logged: Server) -> N
 
 def test_probes_and_metrics_have_no_line(logged: Server) -> None:
     """Neither with a key nor without one."""
-    first = len(logged.log)
     with client_of(logged) as client:
         for path in PROBES:
             client.get(path)
             client.head(path)
-        client.get("/version")
-    assert [each["route"] for each in awaited_lines(logged, first, 1)] == ["/version"]
+        answer = client.get("/version")
+    assert [each["route"] for each in lines_of(logged, [answer])] == ["/version"]
+    assert {each["route"] for each in request_lines(logged)}.isdisjoint(PROBES)
 
 
 def test_by_default_generating_routes_have_lines(server: Server) -> None:
     """Their refusals have lines, too."""
-    first = len(server.log)
-    for path in ("/v1/models", "/version", "/none", *PROBES):
-        httpx.get(server.url + path)
-    httpx.post(f"{server.url}/tokenize", json={"prompt": "a"})
-    httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=30)
-    httpx.post(f"{server.url}/v1/chat/completions", json={})
-    lines = awaited_lines(server, first, 2)
+    quiet = [httpx.get(server.url + path) for path in ("/v1/models", "/version", "/none", *PROBES)]
+    quiet.append(httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}))
+    body = {"prompt": "a", "max_tokens": 1}
+    answers = [
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=30),
+        httpx.post(f"{server.url}/v1/chat/completions", json={}),
+    ]
+    lines = lines_of(server, answers)
     assert [(each["route"], each["status"], each["key"]) for each in lines] == [
         ("/v1/completions", 200, None),
         ("/v1/chat/completions", 400, None),
     ]
+    written = {each["request_id"] for each in request_lines(server)}
+    assert written.isdisjoint(each.headers["x-request-id"] for each in quiet)
 
 
 def test_off_writes_no_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.access.log_reader import awaited_lines
+from tests.server.access.log_reader import lines_of
 from tests.servers.processes import Server, running_server
 
 MAX_RUNNING, NUM = 2, 40
@@ -63,7 +63,6 @@ async def ask(client: httpx.AsyncClient, key: str, **changes: Any) -> httpx.Resp
 
 def test_a_crowd_keeps_to_its_bounds_and_another_key_is_served(limited: Server) -> None:
     """Each of the crowd is answered or refused at once, and every counter agrees."""
-    first = len(limited.log)
     counters = ("ropewalk_key_requests_total", "ropewalk_key_tokens_total")
     before = [series(limited, each) for each in counters]
 
@@ -91,7 +90,7 @@ def test_a_crowd_keeps_to_its_bounds_and_another_key_is_served(limited: Server) 
     assert tokens["crowd", "prompt"] == 20 * statuses[200]
     assert tokens["crowd", "generated"] == 40 * statuses[200]
     assert set(series(limited, "ropewalk_key_requests_running").values()) == {0}
-    lines = awaited_lines(limited, first, NUM + 1)
+    lines = lines_of(limited, [*answers, other])
     assert Counter((each["key"], each["status"]) for each in lines) == {
         ("other", 200): 1,
         **{("crowd", status): count for status, count in statuses.items()},
