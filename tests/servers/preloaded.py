@@ -34,6 +34,7 @@ _MOST_FILES = 16
 # Modules that a server has imported by the time it listens, also those that a load imports late.
 _MODULES = (
     "ropewalk.server.serve_command",
+    "ropewalk.server.startup.app",
     "ropewalk.server.startup.load_service",
     "ropewalk.server.startup.lifecycle",
     "ropewalk.server.startup.planning.dry_run",
