@@ -1,6 +1,5 @@
 """`ropewalk serve --kv-disk`: prompts survive a restart, and servers share a folder."""
 
-import ast
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +23,9 @@ from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.gate import checked
 from ropewalk.server.startup.planning.banner_lines import describe
-from ropewalk.server.startup.planning.dry_run import outlook_lines, outlook_of
 from ropewalk.server.startup.planning.serving_plan import plan_serving
 from tests.doubles.planned import model_facts
+from tests.doubles.waiting import wait_until
 from tests.servers.processes import Server, run_here, running_server, without_replicas
 from tests.servers.progress import say
 
@@ -61,10 +59,7 @@ def metrics(url: str) -> dict[str, float]:
 def storing_server(*flags: str) -> Iterator[Server]:
     """A server whose folder or store is open."""
     with running_server(*flags) as server:
-        deadline = time.monotonic() + 60
-        while not any("kv_disk_open" in line for line in server.log):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any("kv_disk_open" in line for line in server.log))
         yield server
 
 
@@ -103,46 +98,6 @@ def test_a_prompt_survives_a_restart(server: Server, tmp_path: Path) -> None:
     assert not list(folder.glob("v1/*/*/*"))
 
 
-def test_two_servers_share_a_folder_that_is_always_full(server: Server, tmp_path: Path) -> None:
-    """Each finds what the other wrote, no answer differs, and the folder keeps its size."""
-    folder = tmp_path / "kv"
-    draw = random.Random(5)
-    prompts = [[draw.randrange(2000) for _ in range(64 * 7 + 5)] for _ in range(6)]
-    prompts += [each[:200] + each[:100] for each in prompts]
-    expected = [ask(server.url, each)[0] for each in prompts]
-    sizes: list[int] = []
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.01):
-            sizes.append(folder_bytes(folder))
-
-    small = ("--kv-cache-tokens", "2048")
-    with ExitStack() as stack:
-        servers = [stack.enter_context(disk_server(folder, SMALLEST_GIB, *small)) for _ in range(2)]
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            for _ in range(10):  # a busy machine writes late, and then there is little to read
-                jobs = [(draw.choice(servers).url, draw.randrange(len(prompts))) for _ in range(48)]
-                with ThreadPoolExecutor(6) as pool:
-                    answers = list(pool.map(lambda job: ask(job[0], prompts[job[1]]), jobs))
-                assert [choice for choice, _ in answers] == [expected[at] for _, at in jobs]
-                told = [metrics(each.url) for each in servers]
-                num_read = [each['pages_total{event="read"}'] for each in told]
-                num_evicted = sum(each['pages_total{event="evicted"}'] for each in told)
-                if all(num_read) and num_evicted and max(sizes) > 20 * PAGE_BYTES:
-                    break
-        finally:
-            is_over.set()
-            watcher.join()
-    assert all(num_read)
-    assert num_evicted > 0
-    assert 20 * PAGE_BYTES < max(sizes) <= 34 * PAGE_BYTES
-    bad = {name for each in told for name, value in each.items() if "bad" in name and value}
-    assert not {name for name in bad if "slow" not in name}  # it may be, on a busy machine
-
-
 def folder_bytes(folder: Path) -> int:
     """The size of all files that were there during a look; others come and go meanwhile."""
     found: list[dict[Path, int]] = []
@@ -155,29 +110,10 @@ def folder_bytes(folder: Path) -> int:
     return sum(size for path, size in first.items() if path in second)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"kv_disk": "/x"}, "kv_disk needs kv_disk_gib, the size of the folder, got /x"),
-        ({"kv_disk_gib": "2"}, "kv_disk_gib needs kv_disk, the folder, got 2"),
-        ({"kv_disk": "/x", "kv_disk_gib": "0"}, "kv_disk_gib: must be above 0, got '0'"),
-        (
-            {"kv_disk": "/x", "kv_disk_gib": "1", "tensor_parallel_size": "2"},
-            "tensor_parallel_size must be 1, got 2",
-        ),
-    ],
-)
-def test_contradictions_are_refused_with_a_sentence(flags: dict[str, str], sentence: str) -> None:
-    """It names setting, limit and value."""
-    with pytest.raises(SettingsError) as error:
-        load_settings(flags)
-    assert sentence in str(error.value)
-
-
 def test_a_folder_that_others_can_read_is_refused_before_anything_is_imported(
     tmp_path: Path,
 ) -> None:
-    """`config check` makes no folder, and refuses one of the wrong mode."""
+    """The checks make no folder, and refuse one of the wrong mode: it holds prompts."""
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     flags = {"kv_disk": str(shared), "kv_disk_gib": "1"}
@@ -186,12 +122,6 @@ def test_a_folder_that_others_can_read_is_refused_before_anything_is_imported(
     flags["kv_disk"] = str(tmp_path / "absent" / "kv")
     checked(load_settings(flags))
     assert not (tmp_path / "absent").exists()
-    file = shared / "file"
-    file.write_text("x")
-    with pytest.raises(SettingsError, match=r"kv_disk must be a folder, got .*file"):
-        checked(load_settings({**flags, "kv_disk": str(file)}))
-    assert run_here("cache", "stats", str(shared)).returncode == 2
-    assert run_here("cache", "clear", str(tmp_path / "absent")).returncode == 1
 
 
 def test_a_gpu_and_layers_with_states_are_refused(embedded: Any, tmp_path: Path) -> None:
@@ -233,30 +163,6 @@ def test_metrics_of_host_memory_exist_with_it_only() -> None:
         assert found("ropewalk_kv_offload_bytes") == (500 if has_memory else None)
         read = found("ropewalk_kv_offload_pages_total", {"event": "read"})
         assert read == (3 if has_memory else None)
-
-
-def test_config_check_tells_the_folder(tmp_path: Path) -> None:
-    """The line is that of the banner."""
-    settings = load_settings({"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": "0.5"})
-    lines = outlook_lines(settings, outlook_of(settings))
-    assert f"    on disk        0.5 GiB in {tmp_path / 'kv'}, 4 KiB a token" in lines
-
-
-def test_nothing_of_it_is_imported_without_the_setting() -> None:
-    """Other files name it inside of functions, or for annotations only."""
-    root = Path(__file__).resolve().parents[2]
-    own = {"disk_metrics.py", "cache_command.py", "fingerprint.py"}
-    names = set()
-    for package in ("model_runtime", "server", "studies"):
-        for path in (root / package).rglob("*.py"):
-            if "kv_disk" in path.parts or path.name in own:
-                continue
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ImportFrom) and "kv_disk" in (node.module or ""):
-                    names.add(path.name)
-            if "kv_disk" in path.read_text():
-                names.add("some")
-    assert names == {"some"}
 
 
 class Load:
@@ -315,65 +221,103 @@ def streamed(url: str, prompt: list[int], *, leaves: bool) -> str:
     return text
 
 
-@pytest.mark.long
-@pytest.mark.alone
-@pytest.mark.timeout(SECONDS + 300)
-def test_kills_under_mixed_load_cost_no_answer_and_no_bit(server: Server, tmp_path: Path) -> None:
-    """Two servers on one folder with a cap that is always full; one is killed every few seconds."""
+class Pair:
+    """Two servers on one folder whose cap is always full, and the clients' load of them."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self.logs: list[list[str]] = []
+        self.num_kills = 0
+        self._folder, self._load = folder, load
+        self._stacks = [ExitStack(), ExitStack()]
+        self._started: dict[int, Server] = {}
+        # The metrics of killed servers by place; a Counter adds floats, too.
+        self._ended: list[Counter[str]] = [Counter(), Counter()]
+        for place in range(2):
+            self._start(place)
+
+    def _start(self, place: int) -> None:
+        self._stacks[place] = ExitStack()
+        server = disk_server(self._folder, SMALLEST_GIB, "--kv-cache-tokens", "2048")
+        self._started[place] = self._stacks[place].enter_context(server)
+        self.logs.append(self._started[place].log)
+        self._load.urls = [each.url for each in self._started.values()]
+
+    def kill(self, place: int) -> None:
+        """Kill the server at a place, and start another one there."""
+        server = self._started[place]
+        self._ended[place].update(metrics(server.url))
+        self._load.killed.add(server.url)
+        os.kill(server.pid, signal.SIGKILL)
+        # By place: after many starts, a server gets the port of one that was killed.
+        self._load.urls = [each.url for at, each in self._started.items() if at != place]
+        self._stacks[place].close()
+        self._start(place)
+        self.num_kills += 1
+
+    def told(self) -> list[Counter[str]]:
+        """The metrics of all servers so far, by place."""
+        return [
+            self._ended[place] + Counter(metrics(each.url)) for place, each in self._started.items()
+        ]
+
+    def is_used(self) -> bool:
+        """Whether servers of both places have read pages, and pages were evicted."""
+        read, evicted = ('pages_total{event="read"}', 'pages_total{event="evicted"}')
+        found = self.told()
+        return all(each[read] for each in found) and any(each[evicted] for each in found)
+
+    def close(self) -> None:
+        """End both."""
+        for each in self._stacks:
+            each.close()
+
+
+_KILLS = (pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(SECONDS + 300))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least_kills"),
+    [(0.0, 0), pytest.param(SECONDS, 4, marks=_KILLS)],
+    ids=["alive", "killed"],
+)
+def test_servers_on_a_folder_that_is_always_full_cost_no_answer_and_no_bit(
+    server: Server, tmp_path: Path, seconds: float, least_kills: int
+) -> None:
+    """Each finds what the other wrote; with kills, one ends every few seconds."""
     folder = tmp_path / "kv"
     draw = random.Random(7)
     prompts = [[draw.randrange(2000) for _ in range(draw.randrange(70, 700))] for _ in range(24)]
     load = Load(prompts, [ask(server.url, each)[0] for each in prompts], seed=11)
-    most = num_kills = 0
-    told: Counter[str] = Counter()  # of all servers; a Counter adds floats, too
-    logs: list[list[str]] = []
-    stacks: list[ExitStack] = [ExitStack(), ExitStack()]
-
-    def start(place: int) -> None:
-        stacks[place] = ExitStack()
-        found = disk_server(folder, SMALLEST_GIB, "--kv-cache-tokens", "2048")
-        started[place] = stacks[place].enter_context(found)
-        logs.append(started[place].log)
-        load.urls = [each.url for each in started.values()]
-
-    started: dict[int, Server] = {}
+    pair, most = Pair(folder, load), 0
     clients = [threading.Thread(target=load.run, args=(number,)) for number in range(5)]
     try:
-        for place in range(2):
-            start(place)
         for each in clients:
             each.start()
-        ends = time.monotonic() + SECONDS
+        ends = time.monotonic() + seconds
         # On a busy machine, a start takes long. The load goes on until enough has happened.
-        while time.monotonic() < ends or num_kills < 4 or load.num_served < 100 or not load.num_cut:
+        while (
+            time.monotonic() < ends
+            or pair.num_kills < least_kills
+            or (least_kills and (load.num_served < 100 or not load.num_cut))
+            or not pair.is_used()
+            or most <= 20 * PAGE_BYTES
+        ):
             assert load.wrong == []
-            lives = time.monotonic() + draw.uniform(0.5, 4)
+            lives = time.monotonic() + (draw.uniform(0.5, 4) if least_kills else 0.5)
             while time.monotonic() < lives:
                 most = max(most, folder_bytes(folder))
-            place = draw.randrange(2)
-            told.update(metrics(started[place].url))
-            load.killed.add(started[place].url)
-            os.kill(started[place].pid, signal.SIGKILL)
-            # By place: after many starts, a server gets the port of one that was killed.
-            load.urls = [each.url for at, each in started.items() if at != place]
-            stacks[place].close()
-            start(place)
-            num_kills += 1
+            if least_kills:
+                pair.kill(draw.randrange(2))
         load.is_over.set()
         for each in clients:
             each.join()
-        for each in started.values():
-            told.update(metrics(each.url))
+        told = sum(pair.told(), Counter())
     finally:
         load.is_over.set()
-        for each in stacks:
-            each.close()
-    pages = {event: told[f'pages_total{{event="{event}"}}'] for event in ("read", "evicted")}
-    say(f"{load.num_served} answers, {num_kills} kills, {load.num_cut} cut, {most} bytes at most")
-    say(f"{pages['read']:.0f} pages read, {pages['evicted']:.0f} evicted")
+        pair.close()
+    say(f"{load.num_served} answers, {load.num_cut} cut, {most} bytes at most; {dict(told)}")
     assert load.wrong == []
     assert most <= 34 * PAGE_BYTES
-    assert min(pages.values()) > 0
     bad = {name: value for name, value in told.items() if "bad" in name}
     assert not any(value for name, value in bad.items() if "slow" not in name)
-    assert not [line for log in logs for line in log if "Traceback" in line]
+    assert not [line for log in pair.logs for line in log if "Traceback" in line]

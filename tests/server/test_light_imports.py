@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
-
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     *("torch", "transformers", "huggingface_hub", "numba"),
     *("fastapi", "uvicorn", "matplotlib", "scipy"),
 )
-# Of a server whose port answers; uvicorn is all that it needs.
-HEAVY_OF_A_LOAD = (*(name for name in HEAVY if name != "uvicorn"), "starlette")
 SETTINGS = ("pydantic", "pydantic_settings", "yaml", "structlog", "numpy", "asyncio")
 _PROGRAM = """
 import sys
@@ -46,35 +42,37 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("--version",), ("config", "--help"), ("no-such-command",)]
+    ("arguments", "names", "code"),
+    [
+        (("--help",), HEAVY + SETTINGS, 0),
+        (("--version",), HEAVY + SETTINGS, 0),
+        (("config", "--help"), HEAVY + SETTINGS, 0),
+        (("no-such-command",), HEAVY + SETTINGS, 2),
+        (("serve", "--help"), HEAVY, 0),
+        (("serve", "--port", "x"), HEAVY, 2),
+        (("serve", "--port", "0", "/nonexist"), HEAVY, 2),
+    ],
 )
-def test_the_list_of_commands_needs_no_settings(arguments: tuple[str, ...]) -> None:
-    """Neither a library of the server nor one of the settings is imported."""
-    _, last = run(*arguments, names=HEAVY + SETTINGS)
-    assert last == f"code {2 if arguments[0] == 'no-such-command' else 0} imported []"
+def test_what_needs_no_model_imports_nothing_heavy(
+    arguments: tuple[str, ...], names: tuple[str, ...], code: int
+) -> None:
+    """The list of commands needs no settings either; a refusal comes before the port opens."""
+    _, last = run(*arguments, names=names)
+    assert last == f"code {code} imported []"
 
 
-def test_a_shell_completes_commands_without_settings() -> None:
+@pytest.mark.parametrize(
+    ("typed", "offered", "names"),
+    [("in", "plain,inspect", HEAVY + SETTINGS), ("serve --kv", "plain,--kv-cache-gib", HEAVY)],
+)
+def test_a_shell_completes_commands_and_flags(
+    typed: str, offered: str, names: tuple[str, ...]
+) -> None:
     """The names of the commands are known without their modules."""
-    asked = {"_ROPEWALK_COMPLETE": "bash_complete", "COMP_WORDS": "ropewalk in", "COMP_CWORD": "1"}
-    output, last = run(env=asked, names=HEAVY + SETTINGS)
-    assert "plain,inspect" in output
+    words = {"COMP_WORDS": f"ropewalk {typed}", "COMP_CWORD": str(len(typed.split()))}
+    output, last = run(env={"_ROPEWALK_COMPLETE": "bash_complete", **words}, names=names)
+    assert offered in output
     assert last == "code 0 imported []"
-
-
-def test_a_shell_completes_flags_without_torch() -> None:
-    """The flags of `serve` need the settings only."""
-    words = {"COMP_WORDS": "ropewalk serve --kv", "COMP_CWORD": "2"}
-    output, last = run(env={"_ROPEWALK_COMPLETE": "bash_complete", **words})
-    assert "plain,--kv-cache-gib" in output
-    assert last == "code 0 imported []"
-
-
-@pytest.mark.parametrize("arguments", [("serve", "--help"), ("serve", "--port", "x")])
-def test_settings_need_no_torch(arguments: tuple[str, ...]) -> None:
-    """A wrong setting is refused before anything is loaded."""
-    _, last = run(*arguments)
-    assert last == f"code {2 if 'x' in arguments else 0} imported []"
 
 
 def test_a_wrong_key_is_found_before_anything_is_imported(tmp_path: Path) -> None:
@@ -84,20 +82,3 @@ def test_a_wrong_key_is_found_before_anything_is_imported(tmp_path: Path) -> Non
     output, last = run("config", "check", str(file), names=(*HEAVY, "numpy", "tokenizers"))
     assert "max_num_sqs" in output
     assert last == "code 2 imported []"
-
-
-def test_serve_tells_an_absent_model_before_the_port_opens() -> None:
-    """No client sees a server that is loading and then ends."""
-    output, last = run("serve", "--port", "0", "/nonexist")
-    assert output.startswith("ropewalk: there is no folder /nonexist")
-    assert last == "code 2 imported []"
-
-
-def test_the_list_of_commands_says_what_the_commands_say() -> None:
-    """A short help is the first sentence of the command's own help."""
-    for group, entries in ((ropewalk, _COMMANDS), (ropewalk.commands["config"], _CONFIG_COMMANDS)):
-        for name, entry in entries.items():
-            command = group.get_command(None, name)
-            assert command is not None
-            assert command.name == name
-            assert str(command.help).startswith(entry.short_help)

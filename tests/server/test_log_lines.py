@@ -5,29 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.server.access.log_reader import fields_of
-from tests.servers.processes import run_to_end
-
-
-@pytest.mark.long
-def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
-    """The lines of the load stand on standard error, and none of them on standard output."""
-    ended = run_to_end(
-        *("eval", "--methods", "none", "--context-lens", "64", "--windows", "1"),
-        *("--queries", "0", "--output", str(tmp_path)),
-    )
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stderr.splitlines()
-    starts = [re.match(r"timestamp=\S+ level=info event=(\w+) ", line) for line in lines]
-    events = [found[1] for found in starts if found]
-    assert events == ["loading_weights", "load_progress", "self_check"]
-    assert "timestamp=" not in ended.stdout
-    assert "\r" not in ended.stderr
-
 
 _LIBRARY_LINES = """
 from ropewalk.server.log_lines import log_to_stderr
@@ -49,15 +30,14 @@ logging.getLogger("uvicorn.error").info("not told")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ci", [{}, {"CI": "true"}], ids=["no-ci", "ci"])
-def test_lines_of_libraries_have_the_format_of_ours(ci: dict[str, str]) -> None:
+def test_lines_of_libraries_have_the_format_of_ours() -> None:
     """Each stands once, though transformers hands its lines to other loggers with CI=true."""
     ended = subprocess.run(
         [sys.executable, "-c", _LIBRARY_LINES],
         capture_output=True,
         text=True,
         check=True,
-        env={name: value for name, value in os.environ.items() if name != "CI"} | ci,
+        env={**os.environ, "CI": "true"},
     )
     told = [re.sub("^timestamp=\\S+ ", "", line) for line in ended.stderr.splitlines()]
     assert told[0] == (
@@ -128,14 +108,6 @@ def test_json_holds_any_value_in_one_line() -> None:
     assert failed["exception"].endswith("ValueError: first\nsecond")
 
 
-def test_the_console_has_no_colours_in_a_file() -> None:
-    """The traceback shows no values of variables, which may be a client's text."""
-    lines = lines_of("console")
-    assert "hostile" in lines[0]
-    assert "ValueError: first" in "\n".join(lines)
-    assert "\u2502" not in "\n".join(lines)
-
-
 def test_a_level_leaves_out_lower_ones() -> None:
     """The four levels have all, all but one, and so on."""
     found = [len(lines_of("json", level)) for level in ("debug", "info", "warning", "error")]
@@ -164,7 +136,7 @@ print("the end")
         assert ended.stdout == "the end\n"
 
 
-@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- 2>&-", "<&- >&- 2>&-", ">&-"])
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-"])
 def test_no_socket_gets_the_number_of_a_closed_standard_file(closed: str) -> None:
     """Lines of the log, or of a process that is started later, would be written to a client."""
     code = """

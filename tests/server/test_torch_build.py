@@ -29,13 +29,6 @@ def test_a_build_fits_the_machine_or_a_sentence_says_why(
     assert found is None or found.action
 
 
-def test_rocm_is_no_mismatch() -> None:
-    """A build for AMD has no CUDA and needs no NVIDIA node."""
-    build = TorchBuild("2.13", None, "6.4", finds_gpu=True)
-    assert mismatch(build, has_node=True) is None
-    assert build.kind() == "ROCm 6.4"
-
-
 def test_the_banner_has_a_line_for_a_build_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,3 +41,10 @@ def test_the_banner_has_a_line_for_a_build_that_does_not_fit(
     (line,) = banner_lines._torch_lines()
     assert line.startswith("  warning          torch ")
     assert "there is no GPU; a CPU build of torch does" in line
+
+
+def test_rocm_is_no_mismatch() -> None:
+    """A build for AMD has no CUDA and needs no NVIDIA node."""
+    build = TorchBuild("2.13", None, "6.4", finds_gpu=True)
+    assert mismatch(build, has_node=True) is None
+    assert build.kind() == "ROCm 6.4"

@@ -56,27 +56,13 @@ def test_another_name_finds_nothing_and_the_same_name_everything(private: Server
     assert num_cached(private, "plain2", prompt) == 2 * _PAGE
 
 
-@pytest.mark.parametrize("salt", ["", "alice:", ":alice:", "alice:secret", "secret"])
+@pytest.mark.parametrize("salt", ["alice:", "alice:secret", "secret"])
 def test_no_salt_of_a_client_gives_the_prefixes_of_another_name(private: Server, salt: str) -> None:
     """The victim has no salt, or one that the attacker knows."""
     for own in ({}, {"cache_salt": "secret"}):
         prompt = new_prompt()
         num_cached(private, "a1", prompt, **own)
         assert num_cached(private, "c", prompt, cache_salt=salt) == 0
-
-
-def test_the_answers_are_the_same(private: Server) -> None:
-    """A name changes which pages are found, and no token."""
-    texts = {
-        httpx.post(
-            f"{private.url}/v1/completions",
-            json={"prompt": "def quick", "max_tokens": 12, "temperature": 0},
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=60,
-        ).json()["choices"][0]["text"]
-        for key in ("a1", "c", "plain1")
-    }
-    assert len(texts) == 1
 
 
 @pytest.mark.long

@@ -15,11 +15,9 @@ MODULE = "tests.server.fuzz.breakable"
 KEY = "k3y-of-a-client"  # what the tests' server of this kind asks for
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 DIE, FAIL, STALL = signal.SIGUSR1, signal.SIGRTMIN, signal.SIGUSR2
-BREAK = signal.SIGRTMIN + 1
 SIGNALS = {
     DIE: "the next step raises outside of what a step may raise: the thread ends",
     FAIL: "the next forward pass raises: the requests of that step end",
-    BREAK: "every forward pass from the next one on raises like a GPU after an illegal access",
     STALL: "the next step does not end, until the same signal comes again",
 }
 MOST_UNREAD = (
@@ -31,8 +29,6 @@ _DYING_S = 2.0
 
 def break_on_signals() -> None:
     """Put the faults where a signal can reach them."""
-    import torch
-
     from ropewalk.model_runtime.engine.engine_core import EngineCore
     from ropewalk.model_runtime.runner.model_runner import ModelRunner
     from ropewalk.server.api import health, reservation
@@ -40,7 +36,7 @@ def break_on_signals() -> None:
 
     health.STALL_S = 1.0  # a test waits for it
     reservation.MAX_UNREAD = int(os.environ.get(MOST_UNREAD, reservation.MAX_UNREAD))
-    dies, fails, flows, breaks = (threading.Event() for _ in range(4))
+    dies, fails, flows = (threading.Event() for _ in range(3))
     flows.set()
     step, prepare, engine_died = (
         EngineCore.step,
@@ -58,13 +54,7 @@ def break_on_signals() -> None:
         if fails.is_set():
             fails.clear()
             raise RuntimeError("out of chalk")
-        if breaks.is_set():
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return prepare(runner, *arguments)
-
-    def breakable_check_device(_: ModelRunner) -> None:
-        if breaks.is_set():
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def slowly(server: GracefulServer) -> None:
         time.sleep(_DYING_S)
@@ -73,13 +63,11 @@ def break_on_signals() -> None:
     for owner, name, placeholder in (
         (EngineCore, "step", breakable_step),
         (ModelRunner, "prepare", breakable_prepare),
-        (ModelRunner, "check_device", breakable_check_device),
         (GracefulServer, "_engine_died", slowly),
     ):
         setattr(owner, name, placeholder)
     signal.signal(DIE, lambda *_: dies.set())
     signal.signal(FAIL, lambda *_: fails.set())
-    signal.signal(BREAK, lambda *_: breaks.set())
     signal.signal(STALL, lambda *_: flows.clear() if flows.is_set() else flows.set())
 
 

@@ -147,40 +147,6 @@ def _targets(rng: Random) -> Case:
     return Case("target", raw, is_head=method == "HEAD", may_be_silent=method == "CONNECT")
 
 
-def _lines(rng: Random) -> Case:
-    """Request lines that are no HTTP, or another version of it."""
-    raw = rng.choice(
-        [
-            *(
-                b"GET /health HTTP/1.0\r\n\r\n",
-                b"GET /health\r\n\r\n",
-                b"GET  /health  HTTP/1.1\r\n\r\n",
-            ),
-            *(b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"),
-            *(
-                b"GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n",
-                b"\r\n" * 5000,
-                b"\x00" * 300,
-            ),
-            *(
-                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-                b"\n",
-            ),
-            *(
-                b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
-                b"G" * 100_000,
-                b"GET " + b"/" * 100_000,
-            ),
-            b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(_GOOD), _GOOD),
-            b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
-            rng.randbytes(rng.choice([1, 40, 4000])),
-        ]
-    )
-    return Case("line", raw, may_be_silent=True)
-
-
 def _pipelined(rng: Random) -> Case:
     """Several requests at once; each is answered, in order."""
     count = rng.choice([2, 3, 20])
@@ -196,5 +162,5 @@ def _cut(rng: Random) -> Case:
 
 
 _HTTP: tuple[Callable[[Random], Case], ...] = (
-    *(_headers, _headers, _lengths, _chunked, _targets, _targets, _lines, _pipelined, _cut),
+    *(_headers, _headers, _lengths, _chunked, _targets, _targets, _pipelined, _cut),
 )

@@ -128,29 +128,6 @@ def test_hostile_bytes_are_answered_briefly_and_leave_nothing(attacked: Server) 
     assert not errors, "".join(errors[:5])
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        request(b'{"prompt": "a", "logit_bias": {"%b": 1}}' % (b"b" * 9000)),
-        request(b"", "/v1/models/" + "x" * 9000, method="GET"),
-    ],
-    ids=["key of logit_bias", "name in the path"],
-)
-def test_a_long_name_makes_a_short_answer(attacked: Server, raw: bytes) -> None:
-    """The test tries every place where a client may choose a name."""
-    (reply,) = exchange(address_of(attacked.url), raw)
-    assert reply.status in {400, 404}
-    assert len(reply.body) < 2000
-    assert repeated(raw, reply) is None
-
-
-def test_an_unknown_field_that_is_no_unicode_is_a_mistake_of_the_client(attacked: Server) -> None:
-    """The field's name is half of a surrogate pair, escaped as JSON allows."""
-    raw = request(b'{"prompt": "a", "\\ud800": 1}')
-    (reply,) = exchange(address_of(attacked.url), raw)
-    assert reply.status == 400
-
-
 @pytest.mark.parametrize("body", [b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
 def test_every_refused_body_is_counted(attacked: Server, body: bytes) -> None:
     """Refused bodies have the reason `invalid`, like any other body that is no JSON."""

@@ -1,13 +1,10 @@
-"""Memory, descriptors and throughput of a server under load, over time, and their trends."""
+"""The memory of a server under load, over time, and its trend."""
 
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
@@ -22,13 +19,8 @@ _EVERY_S, _SAY_EVERY = 1.0, 10
 class Moment:
     """The figures of one moment."""
 
-    seconds: float  # since the beginning
     rss_mib: float
-    num_descriptors: int
     generated_tokens: float  # so far
-    running: float
-    waiting: float
-    kv_usage: float
 
 
 class Watch:
@@ -37,7 +29,6 @@ class Watch:
     def __init__(self, server: Server) -> None:
         self.moments: list[Moment] = []
         self._server = server
-        self._began = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on)
 
@@ -51,35 +42,10 @@ class Watch:
 
     def _look_on(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self.moments.append(self._look())
+            num_tokens = samples(self._server)["ropewalk_generated_tokens_total", ()]
+            self.moments.append(Moment(rss_mib(self._server.pid), num_tokens))
             if len(self.moments) % _SAY_EVERY == 0:
-                say(self._line(self.moments[-1]))
-
-    def _look(self) -> Moment:
-        found = samples(self._server)
-        generated, running, waiting, usage = (
-            found["ropewalk_" + name, ()]
-            for name in (
-                *("generated_tokens_total", "requests_running", "requests_waiting"),
-                "kv_cache_usage_ratio",
-            )
-        )
-        return Moment(
-            time.monotonic() - self._began,
-            rss_mib(self._server.pid),
-            num_descriptors(self._server.pid),
-            generated,
-            running,
-            waiting,
-            usage,
-        )
-
-    def _line(self, now: Moment) -> str:
-        return (
-            f"{now.seconds:6.0f} s  {now.rss_mib:7.1f} MiB  {now.num_descriptors:3d} descriptors  "
-            f"{now.generated_tokens:8.0f} tokens  {now.running:2.0f} running  "
-            f"{now.waiting:2.0f} waiting  {now.kv_usage:4.0%} of the cache"
-        )
+                say(str(self.moments[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +72,6 @@ class Trend:
         )
         slopes = [(values[j] - values[i]) / (j - i) for i, j in pairs]
         return cls(math.erfc(z / math.sqrt(2)) / 2, median(slopes) * (count - 1))
-
-
-def write(folder: Path, moments: Sequence[Moment], summary: dict[str, object]) -> None:
-    """Write soak.json and soak.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {**summary, "moments": [asdict(moment) for moment in moments]}
-    (folder / "soak.json").write_text(json.dumps(found, indent=1))
-    _plot(folder / "soak.png", moments)
-
-
-def _plot(path: Path, moments: Sequence[Moment]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 5))
-    above.plot([each.seconds for each in moments], [each.rss_mib for each in moments])
-    above.set(ylabel="resident memory, MiB", ylim=(0, None))
-    steps = list(pairwise(moments))
-    rates = [
-        (after.generated_tokens - before.generated_tokens) / (after.seconds - before.seconds)
-        for before, after in steps
-    ]
-    below.plot([after.seconds for _, after in steps], rates)
-    below.set(ylabel="tokens per second", xlabel="seconds", ylim=(0, None))
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def settle(pid: int) -> None:

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from ropewalk.server.process.certificate import check_certificate
+from ropewalk.server.settings.load import SettingsError, load_settings
 from tests.servers.processes import Server, run_here, running_server
 
 ROUTES = [
@@ -108,6 +110,15 @@ def test_openais_client_sends_its_key_over_tls(guarded: Server, client: httpx.Cl
     assert known.completions.create(model="ropewalk-demo", prompt="a", max_tokens=1).id
     with pytest.raises(openai.AuthenticationError):
         known.with_options(api_key="none").models.list()
+
+
+def test_a_certificate_with_another_key_is_refused(files: Path) -> None:
+    """The sentence names both files."""
+    certificate, keys = files / "cert.pem", files / "keys"
+    flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(keys)}
+    told = f"^ssl_certfile: cannot use {certificate} with ssl_keyfile {keys}: "
+    with pytest.raises(SettingsError, match=told):
+        check_certificate(load_settings(flags))
 
 
 def test_keys_are_in_no_banner(guarded: Server) -> None:

@@ -68,12 +68,6 @@ def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> N
     ]
 
 
-def test_a_larger_share_is_a_larger_cache(embedded: Checkpoint) -> None:
-    """The share counts from the memory of the whole device."""
-    settings = load_settings({"max_num_seqs": "2000", "gpu_memory_utilization": "0.925"})
-    assert plan_serving(settings, facts(embedded, MEMORY)).cache_bytes == 5 * GIB
-
-
 def test_no_more_than_all_contexts_need(embedded: Checkpoint) -> None:
     """The limit is max_num_seqs times the longest context, as without a GPU."""
     plan = plan_serving(load_settings({"max_num_seqs": "3"}), facts(embedded, MEMORY))
@@ -226,13 +220,3 @@ def test_without_weights_a_tenth_is_guessed_for_a_step() -> None:
     """The tenth is of the share less the memory in use and the weights."""
     assert affordable_bytes(CUDA, 0.9, 12 * GIB) == (72 - 20 - 12) * GIB * 9 // 10
     assert affordable_bytes(CUDA, 0.3, 12 * GIB) == 0
-
-
-def test_config_check_says_that_a_gpus_cache_is_estimated() -> None:
-    """If the size is given, then no estimate is mentioned."""
-    for flags, is_estimated in (({}, True), ({"kv_cache_tokens": "640"}, False)):
-        settings = load_settings({"device": "cpu", **flags})
-        outlook = outlook_of(settings)
-        on_gpu = replace(outlook, outline=replace(outlook.outline, device=CUDA))
-        assert ("estimated" in "".join(outlook_lines(settings, on_gpu))) is is_estimated
-        assert "estimated" not in "".join(outlook_lines(settings, outlook))

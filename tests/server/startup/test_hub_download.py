@@ -7,7 +7,6 @@ import pytest
 from safetensors.torch import load, save
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.server.settings.load import SettingsError, load_settings
 from tests.doubles.waiting import wait_until
 from tests.server.startup.test_lifecycle import asking, process
 from tests.servers.hub_server import MODEL, MODULE, FakeHub, serving, use_hub
@@ -103,12 +102,3 @@ def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_p
         diagnosed = run_here("doctor", MODEL, "--device", "cpu", "--port", "0")
         assert "LlamaForCausalLM, cpu, float32" in diagnosed.stdout
         assert "model.safetensors" not in hub.fetched()
-
-
-@pytest.mark.parametrize(
-    ("model", "named"), [({}, "the embedded model"), ({"model": "/models/x"}, "the path /models/x")]
-)
-def test_a_revision_needs_a_hub_id(model: dict[str, str], named: str) -> None:
-    """A flag without effect is refused when the settings are read."""
-    with pytest.raises(SettingsError, match=f"revision is for a model by hub id, and {named} has"):
-        load_settings({**model, "revision": "main"})

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ropewalk.server.process.hangups import SignalTimes
+from tests.doubles.waiting import wait_until
 from tests.servers import preloaded
 from tests.servers.paced import MODULE, slowed
 from tests.servers.preloaded import Fork
@@ -130,10 +130,7 @@ def asking(port: int) -> Iterator[tuple[list[int], list[OSError]]]:
 
 def wait_until_streaming(into: list[str]) -> None:
     """Wait until the first tokens have arrived."""
-    deadline = time.monotonic() + 60
-    while len(into) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(into) >= 5)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
@@ -188,30 +185,6 @@ def test_an_idle_server_ends_soon_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> None:
-    """The lines before and after the banner begin alike, and none redraws itself."""
-    with process(tmp_path, module=MODULE) as started:
-        started.wait_for("listening on")
-        lines: list[str] = []
-        with slowed(started.process.pid):
-            reading = stream(started.url, LONG, lines)
-            wait_until_streaming(lines)
-            started.process.send_signal(signal.SIGINT)
-            started.wait_for("event=shutdown")
-        reading.join(90)
-        assert started.process.wait(30) == 0
-    log = (tmp_path / "log").read_text()
-    assert "signal=SIGINT running=1 " in log
-    assert "\r" not in log
-    own = ("loading; ", "ropewalk ", "  ")  # the banner
-    rest = [line for line in log.splitlines() if not line.startswith(own)]
-    events = [re.match(r"timestamp=\S+ level=info event=(\w+)", line) for line in rest]
-    assert [found and found[1] for found in events] == [
-        *("loading_weights", "load_progress", "self_check", "shutdown", "request", "ended")
-    ]
-
-
-@pytest.mark.long
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
     """A process that ends streams with an error event still exits with code 0."""
     with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
@@ -250,10 +223,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         waiting = threading.Thread(target=whole, args=(started.url,))
         num_before = num_open(started.url)
         waiting.start()
-        deadline = time.monotonic() + 60
-        while num_open(started.url) == num_before:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: num_open(started.url) > num_before)
         started.process.send_signal(signal.SIGTERM)
         started.wait_for("event=shutdown")
         time.sleep(1.2)  # a signal within a second would be the same one
@@ -300,11 +270,3 @@ def iter_to(lines: Iterable[str], text: str) -> Iterator[str]:
         yield line
         if text in line:
             return
-
-
-def test_signals_within_a_second_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later one counts anew, however many came before."""
-    times_s = iter((5.0, 5.0, 5.9, 6.0, 6.1))
-    monkeypatch.setattr("time.monotonic", lambda: next(times_s))
-    signals = SignalTimes()
-    assert [signals.is_new() for _ in range(5)] == [True, False, False, True, True]

@@ -1,8 +1,6 @@
 """Answers while the model loads, and the change from them to the server."""
 
-import json
 import socket
-import ssl
 import subprocess
 import threading
 import time
@@ -14,23 +12,18 @@ import httpx
 import numba
 import pytest
 
-from ropewalk.server.process.certificate import check_certificate
-from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
 from tests.servers.processes import command
 
-FLAGS = {"port": "0", "max_connections": "64"}
-
 
 @contextmanager
-def answering(
-    **flags: str,
-) -> Iterator[tuple[GracefulServer, LoadingProgress, socket.socket, int]]:
-    """A server on a free port whose model never loads, with its socket and port."""
-    settings = load_settings({**FLAGS, **flags})
+def answering() -> Iterator[tuple[LoadingProgress, int]]:
+    """A server whose model never loads, by its progress and its port."""
+    settings = load_settings({"port": "0", "max_connections": "64"})
     progress, has_started = LoadingProgress(), threading.Event()
     with listening_socket(settings) as listener:
         server = GracefulServer(settings, LoadingAnswers(settings, progress), has_started.set)
@@ -38,7 +31,7 @@ def answering(
         thread.start()
         assert has_started.wait(20)
         try:
-            yield server, progress, listener, listener.getsockname()[1]
+            yield progress, listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join(30)
@@ -53,7 +46,7 @@ def ask(
 
 def test_every_path_but_live_is_loading() -> None:
     """The envelope is OpenAI's, with the phase and its seconds."""
-    with answering() as (_, progress, _, port):
+    with answering() as (progress, port):
         live = ask(port, path="/live")
         assert (live.status_code, live.json()) == (200, {"status": "loading"})
         progress.enter("loading weights")
@@ -133,81 +126,22 @@ def test_only_our_kernels_are_counted() -> None:
     assert progress.as_json()["kernels_compiled"] == 2
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool) -> None:
-    """The promise comes once, after the last kernel, and names have no underscore."""
-    said: list[str] = []
-    progress = LoadingProgress(said.append)
-    progress.know_kept(lambda: 3 if is_kept else 0)
-    progress.enter("checking the model")
-    progress.compiling("_attend")
-    progress.compiled()
-    progress.enter("allocating the cache")
-    assert not any("later starts" in line for line in said)
-    progress.finish()
-    assert said[1].startswith("compiling attend; ")
-    promised = ["compiled 3 kernels; later starts reuse them"] if is_kept else []
-    assert said[2:] == promised
-
-
 def test_a_large_body_is_read_away() -> None:
     """A connection that is closed with unread bytes would be reset before the answer is read."""
-    with answering() as (_, _, _, port):
+    with answering() as (_, port):
         answer = ask(port, "POST", "/v1/completions", b"x" * 4_000_000)
         assert answer.status_code == 503
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
 def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
     """Other clients are answered meanwhile."""
     with (
-        answering() as (_, _, _, port),
+        answering() as (_, port),
         socket.create_connection(("127.0.0.1", port), timeout=20) as odd,
     ):
         odd.sendall(sent)
         assert ask(port).status_code == 503
-
-
-def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:
-    """Plain HTTP gets no answer, and TLS the same one as without a certificate."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-    with answering(**flags) as (_, _, _, port):
-        url = f"https://localhost:{port}/health"
-        trusted = ssl.create_default_context(cafile=str(certificate))
-        answer = httpx.get(url, verify=trusted, timeout=20)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
-        with pytest.raises(httpx.TransportError):
-            ask(port)
-    whole, key_text = certificate.read_text(), key.read_text()
-    other = tmp_path / "other.pem"
-    curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1")
-    made = ["openssl", "genpkey", *curve, "-out", str(other)]
-    subprocess.run(made, check=True, capture_output=True)
-    locked = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAA==\n-----END ENCRYPTED PRIVATE KEY-----\n"
-    for cert_text, other_text in (
-        ("no PEM", key_text),
-        (whole, "no PEM"),
-        (whole, locked),
-        (whole, other.read_text()),
-    ):
-        certificate.write_text(cert_text)
-        key.write_text(other_text)
-        told = f"^ssl_certfile: cannot use {certificate} with ssl_keyfile {key}: "
-        with pytest.raises(SettingsError, match=told):
-            check_certificate(load_settings(flags))
-    key.unlink()
-    with pytest.raises(SettingsError, match="No such file"):
-        check_certificate(load_settings(flags))
 
 
 def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:
@@ -225,7 +159,7 @@ def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:
             except httpx.ConnectError:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        assert json.loads(answer.text)["error"]["phase"] == "importing"
+        assert answer.json()["error"]["phase"] == "importing"
         second = subprocess.run(
             command("serve", "--port", str(port)),
             capture_output=True,

@@ -11,10 +11,10 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.files.pretrained import NO_ADAPTER
 from ropewalk.model_runtime.loading.hub.needed_files import needed_files
 from ropewalk.model_runtime.loading.hub.wanted import Wanted
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_model_config
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.checkpoints.gguf_cases import CASES
 from tests.checkpoints.gguf_files import Written
-from tests.servers.processes import run_here, run_to_end, running_server
+from tests.servers.processes import run_here
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -43,9 +43,6 @@ def test_an_adapter_beside_weights_is_told_with_the_way_to_merge_it(
     told = f"warning          the adapter of {model / ADAPTER[0]} is not served: merge it into its"
     assert told in check(model, tmp_path)
     assert told in run_here("inspect", str(model), "--device", "cpu").stdout
-    assert "merge_and_unload" in run_here("doctor", str(model), "--device", "cpu").stdout
-    with running_server(str(model), "--threads", "1") as server:
-        assert told in server.banner
 
 
 def test_transformers_does_not_load_the_adapter(model: Path) -> None:
@@ -62,14 +59,6 @@ def test_a_folder_with_an_adapter_only_is_refused_by_name(
     (model / absent).unlink()
     told = f"ropewalk: {model} has an adapter without its model: merge it into its model with peft"
     assert told in check(model, tmp_path)
-    assert told in run_to_end("serve", str(model), "--port", "0").stderr
-
-
-def test_weights_under_another_name_are_not_those_of_an_adapter(model: Path) -> None:
-    """Without an index they are not read, as in transformers, and the refusal names the index."""
-    (model / "model.safetensors").rename(model / "part.safetensors")
-    with pytest.raises(ModelError, match=r"has neither model\.safetensors nor .*index\.json$"):
-        read_model_config(model)
 
 
 def test_a_hub_repository_with_an_adapter_only_is_refused_by_name() -> None:

@@ -1,7 +1,6 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +12,13 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.quantised.own_pages import own_pages
 from ropewalk.model_runtime.attention.quantised.page_format import most_staged
 from ropewalk.model_runtime.attention.quantised.torch_backend import QuantisedTorchAttention
-from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import KVShape, ModelConfig
-from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.planning.banner_lines import describe
 from ropewalk.server.startup.planning.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.planning.serving_plan import ModelFacts, ServingPlan, plan_serving
-from ropewalk.studies.inspection.options import InspectOptions
-from ropewalk.studies.inspection.report import inspect_model
 from tests.doubles.engines import EngineFactory, answer, deployment_of, request
 from tests.doubles.planned import model_facts
 
@@ -68,44 +62,11 @@ def test_a_gib_holds_more_tokens(
     )
 
 
-@pytest.mark.parametrize(("size", "is_told"), [("0.25", True), ("1", False)])
-def test_a_large_share_of_tail_pages_is_told(
-    embedded: Checkpoint, size: str, *, is_told: bool
-) -> None:
-    """Of 90 MiB for 32 sequences; the line names the setting that makes them fewer."""
-    lines = describe(planned(embedded, kv_cache_gib=size, kv_cache_dtype="int4"))
-    told = [line for line in lines if line.startswith("    tail pages     take 35% of the cache: ")]
-    assert len(told) == is_told
-    assert all("a lower max_num_seqs than 32 " in line for line in told)
-    exact = describe(planned(embedded, kv_cache_gib="0.05"))
-    assert not any("tail pages" in line for line in exact)
-
-
 def test_tail_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
     """The sentence names both settings."""
     message = r"kv_cache_gib: must have .* beside 90 MiB of tail pages for 32 sequences \(max_num_s"
     with pytest.raises(SettingsError, match=message):
         planned(embedded, kv_cache_gib="0.05", kv_cache_dtype="int4")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"page_size": "16"}, "page_size must be a multiple of 32 for kv_cache_dtype int8, got 16"),
-        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(settings: dict[str, str], message: str) -> None:
-    """The sentence names the setting and its value."""
-    with pytest.raises(SettingsError, match=message):
-        load_settings({**settings, "kv_cache_dtype": "int8"})
-
-
-def test_an_engine_refuses_what_the_settings_refuse(embedded: Checkpoint) -> None:
-    """Callers beside the server have no settings."""
-    config = EngineConfig(kv_cache_tokens=256, max_model_len=128, kv_cache_dtype="int4")
-    with pytest.raises(ModelError, match="int4 is for a model in one process"):
-        build_engine(embedded, config, make=partial(ModelRunner, is_one_of_ranks=True))
 
 
 def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +94,6 @@ def test_eight_bits_are_the_other_format_of_a_gpu(embedded: Checkpoint) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "q8_0"])
-def test_names_of_other_servers_are_refused(name: str) -> None:
-    """Their numbers differ, so they are no aliases."""
-    with pytest.raises(
-        SettingsError, match="kv_cache_dtype: must be auto, bfloat16, fixed8, int8, k8v4 or int4"
-    ):
-        load_settings({"kv_cache_dtype": name})
-
-
 def test_a_processor_without_kernels_is_served_by_the_reference(
     embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,19 +114,6 @@ def test_a_processor_without_kernels_is_served_by_the_reference(
     # A number half-way between two codes may round to the other one.
     assert errors[len(errors) // 2] < 1e-3
     assert errors[-1] < 0.1
-
-
-def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both count quantised pages and tail pages."""
-    monkeypatch.setenv("ROPEWALK_KV_CACHE_DTYPE", "k8v4")
-    settings = load_settings({})
-    plan = outlook_of(settings).plan
-    report: Any = inspect_model(settings, InspectOptions(memory_gib=1.0))
-    assert f"cache            {plan.layout.token_bytes} bytes a token: " in report.text
-    assert " in k8v4\n" in report.text
-    assert "tail page        " in report.text
-    assert "step             " in report.text
-    assert any(line.startswith("    format         k8v4, ") for line in describe(plan))
 
 
 def test_resident_tensors_are_what_the_plan_counts(
@@ -209,24 +148,6 @@ def test_bfloat16_for_a_model_in_bfloat16_is_told_to_be_auto() -> None:
     line = "    format         bfloat16, the numbers of the model: the same as auto"
     assert line in describe(plan)
     assert not any("format" in each for each in describe(exact))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
-        ({"page_size": "16"}, None),
-    ],
-)
-def test_bfloat16_goes_with_more_than_quantised_pages(
-    settings: dict[str, str], message: str | None
-) -> None:
-    """Pages of any size, and a folder on disk."""
-    if message is None:
-        load_settings({**settings, "kv_cache_dtype": "bfloat16"})
-        return
-    with pytest.raises(SettingsError, match=message):
-        load_settings({**settings, "kv_cache_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 31, 64, 65, 66, 97, 130])

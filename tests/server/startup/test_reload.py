@@ -138,13 +138,11 @@ def test_no_request_fails_under_a_load_with_reloads(reloading: Reloading) -> Non
     ("settings", "problem"),
     [
         ("deployments:\n  - {name: demo, rope_polcy: fixed}\n", "Did you mean `rope_policy`?"),
-        ("deployments:\n  - {name: demo, max_model_len: 99999}\n", "must be <= the longest tier"),
         (
             "deployments:\n  - {name: demo, rope_scaling: {rope_type: yarn, factor: 16.0}}\n",
             "the longest context is 4096 tokens, but the server was started for 2048",
         ),
         ("keys: [{name: carol, max_running: 1}]\n", "keys: carol has no key"),
-        ("max_num_seqs: 0\n", "max_num_seqs: "),
         ("deployments: [\n", "is not YAML"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.doubles.waiting import wait_until
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
 from tests.servers.processes import Server, children_of, run_here
 
@@ -31,10 +32,7 @@ REQUESTS = [
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:
     """Wait until none of the processes runs."""
-    deadline = time.monotonic() + limit_s
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"one of {pids} still runs after {limit_s} s"
-        time.sleep(0.02)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=limit_s)
 
 
 def answers(url: str) -> list[Any]:

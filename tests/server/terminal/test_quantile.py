@@ -88,32 +88,20 @@ def test_a_table_covers_the_last_minute() -> None:
     assert "since the server's start" in history.table(since_start=True)[2]
 
 
-def test_pages_on_disk_have_a_line_with_the_counts_of_the_window() -> None:
+def test_pages_on_disk_and_in_host_memory_have_lines_with_the_counts_of_the_window() -> None:
     """The size and the pause are those of now."""
     history = History()
-    for second, tokens in ((0.0, 100), (60.0, 1600)):
-        counts = {"tokens_read": tokens, "pages_written": 7, "pages_dropped": 0, "bad_files": 0}
+    for second, num in ((0.0, 100), (60.0, 1600)):
+        counts = {"tokens_read": num, "pages_written": 7, "pages_dropped": 0, "bad_files": 0}
         disk = {"bytes": 2**31, "paused": second > 0, **counts}
-        history.add(second, {**_stats(5, "m"), "kv_disk": disk})
-    now, start = "1,500 tokens read, 0 pages written", "1,600 tokens read, 7 pages written"
-    for since_start, told in ((False, now), (True, start)):
+        memory = {"bytes": 2**29, "pages_read": num, "pages_evicted": 1}
+        history.add(second, {**_stats(5, "m"), "kv_disk": disk, "kv_offload": memory})
+    for since_start, read, written in ((False, "1,500", 0), (True, "1,600", 7)):
         lines = history.table(since_start=since_start)
-        assert lines[1] == f"disk 2 GiB, {told}, 0 dropped, 0 bad files, paused"
-
-
-def test_pages_in_host_memory_have_a_line_before_those_on_disk() -> None:
-    """It is there with them only; the size is that of now."""
-    history = History()
-    for second, num_read in ((0.0, 2), (60.0, 5)):
-        memory = {"bytes": 2**29, "pages_read": num_read, "pages_evicted": 1}
-        history.add(second, {**_stats(5, "m"), "kv_disk": None, "kv_offload": memory})
-    for since_start, told in (
-        (False, "3 pages read, 0 evicted"),
-        (True, "5 pages read, 1 evicted"),
-    ):
-        lines = history.table(since_start=since_start)
-        assert lines[1] == f"host memory 0.5 GiB, {told}"
-        assert not lines[2]
+        evicted = 1 if since_start else 0
+        assert lines[1] == f"host memory 0.5 GiB, {read} pages read, {evicted} evicted"
+        told = f"disk 2 GiB, {read} tokens read, {written} pages written"
+        assert lines[2] == f"{told}, 0 dropped, 0 bad files, paused"
 
 
 def test_several_deployments_have_rows_of_their_own() -> None:
