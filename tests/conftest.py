@@ -29,7 +29,7 @@ _LONGEST = """
     light_imports low_bit_experts low_bit_models low_bit_products metrics mixed_steps_ahead nginx
     packed_linear page page_tells patch_model planned_storage positions quantised_on_disk
     quantised_pages quantised_warm_up quantised_weights rounded_pages rounded_products route
-    router_files same_bits smollm2 states static_parity stored_weights transformers_parity
+    same_bits smollm2 states static_parity stored_weights transformers_parity
     triton_backend triton_prefill triton_ranges windows
 """
 

@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/ropewalk.json").read_text())
+from tests.docker.files import DOCKER
+
+DASHBOARD = json.loads((DOCKER / "grafana/dashboards/ropewalk.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 # Grafana's own values. Its rate interval is at least four scrapes; 60 s spans a test's whole load.
 _VARIABLES = {"$__rate_interval": "60s", "$__range": "120s", "$instance": ".+", "$model": ".+"}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.docker.real_prometheus import DOCKER
+from tests.docker.files import DOCKER
 from tests.doubles.waiting import wait_until
 from tests.servers.processes import end
 from tests.servers.programs import free_port, program

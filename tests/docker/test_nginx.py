@@ -16,8 +16,8 @@ import pytest
 
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.startup.gate import body_limits_of
+from tests.docker.files import DOCKER
 from tests.docker.real_nginx import Nginx, binary, running_nginx
-from tests.docker.real_prometheus import DOCKER
 from tests.doubles.waiting import wait_until
 from tests.servers.paced import MODULE, slowed
 from tests.servers.processes import Server, running_server
@@ -36,12 +36,11 @@ class Balanced:
 
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
-    """Two servers that outlive the tests; silence of a twentieth of a second has a comment."""
+    """Two servers that outlive the tests."""
     binary()  # skip before a server is started
     folder = tmp_path_factory.mktemp("nginx")
     with ExitStack() as stack:
-        options = ("--sse-keep-alive-seconds", "0.05")
-        first, second = (stack.enter_context(running_server(*options)) for _ in range(2))
+        first, second = (stack.enter_context(running_server()) for _ in range(2))
         nginx = stack.enter_context(running_nginx(folder, first.url, second.url))
         yield Balanced(nginx, (first, second))
 
@@ -60,11 +59,6 @@ def total(metric: str, *servers: Server) -> int:
 def num_running(*servers: Server) -> int:
     """The number of requests that the servers compute."""
     return total("ropewalk_requests_running", *servers)
-
-
-def wait_until_idle(balanced: Balanced) -> None:
-    """Wait until both servers have ended or aborted every request."""
-    wait_until(lambda: num_running(*balanced.servers) == 0, "idle")
 
 
 def whole(nginx: Nginx, max_tokens: int) -> int:
@@ -112,22 +106,6 @@ def test_a_client_that_leaves_ends_its_request(balanced: Balanced) -> None:
         while b"data:" not in next(pieces):
             pass
     wait_until(lambda: total(aborted, *balanced.servers) == before + 1, "aborted")
-
-
-def test_comments_of_a_silent_stream_pass(balanced: Balanced) -> None:
-    """Clients and further proxies see that the connection lives during a long prefill."""
-    prompts = [[10 + number] * 1900 for number in range(8)]
-    wanted, url = body(1, prompt=prompts, stream=True), f"{balanced.nginx.url}/v1/completions"
-    comments = 0
-    with httpx.stream("POST", url, json=wanted, timeout=LIMIT_S) as answer:
-        for piece in answer.iter_raw():
-            if b"data:" in piece:
-                break
-            comments += piece.count(b": keep-alive\n\n")
-        else:
-            pytest.fail("the stream has no event")
-    assert comments > 1
-    wait_until_idle(balanced)  # other tests count what runs
 
 
 def test_the_request_id_is_the_clients_or_nginxs(balanced: Balanced) -> None:

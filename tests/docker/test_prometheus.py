@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from tests.docker.dashboard import QUERIES, Query
+from tests.docker.files import DOCKER
 from tests.docker.load import MODELS, Measured, send_load
-from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool
+from tests.docker.real_prometheus import Prometheus, running_prometheus, tool
 from tests.doubles.waiting import wait_until
 from tests.servers.processes import Server, running_server
 

@@ -1,5 +1,6 @@
 """Bad input is answered with 400 in OpenAI's envelope and the field's name; never 422 or 5xx."""
 
+import re
 from typing import Any
 
 import httpx
@@ -8,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from ropewalk.server.api.completion_schema import CompletionRequest
-from tests.servers.processes import Server, running_server, without_replicas
+from tests.server.api.asking import asked, refused
+from tests.servers.processes import Server, running_server
 
 
 def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
@@ -21,11 +23,8 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
     ("body", "param", "message"),
     [
         ('{"prompt": "a", "temperature": NaN}', "temperature", "finite number. Given: NaN"),
-        ('{"prompt": "a", "top_p": -1e999}', "top_p", "Given: -Infinity"),
-        ('{"prompt": "a", "temperature": 2.5}', "temperature", "must be at most 2. Given: 2.5"),
         ('{"prompt": "a", "top_p": 0}', "top_p", "must be above 0. Given: 0"),
         ('{"prompt": "a", "max_tokens": "5"}', "max_tokens", 'must be an integer. Given: "5"'),
-        ('{"prompt": "a", "max_tokens": true}', "max_tokens", "must be an integer. Given: true"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "`max_tokens` of 0 needs `echo`"),
         ('{"prompt": "a", "seed": ' + "9" * 100 + "}", "seed", "more than 20 digits"),
         (
@@ -52,15 +51,11 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "at most 100. Given: 101"),
         ('{"prompt": "a", "stop_token_ids": [4000]}', "stop_token_ids", "must be < 2048"),
         ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
-        ('{"prompt": []}', "prompt", "at least 1"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
         ('{"prompt": ["a", 5]}', "prompt", "must be a string, a list of strings, a list of"),
         ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64 items. Given: 65"),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
-        ('{"max_tokens": 3}', "prompt", "`prompt` is missing"),
-        ('{"prompt": "a", "rope": {"type": "yarn"}}', "rope.type", "use `rope_type`"),
         ('{"prompt": "a", "rope": "yarn"}', "rope", 'must be an object. Given: "yarn"'),
-        ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "is not a field"),
         ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),
         (
             '{"prompt": "a", "rope": {"rope_type": "default", "factor": 2}}',
@@ -68,12 +63,6 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
             "must be 1 under `rope_type` default. Given: 2",
         ),
         ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
-        ('{"prompt": "a", "rope": {"policy": "shrink"}}', "rope.policy", "fixed. Given: shrink"),
-        (
-            '{"prompt": "a", "ignore_eos": true, "response_format": {"type": "json_object"}}',
-            "ignore_eos",
-            "`ignore_eos` cannot be true together with a `response_format` of JSON",
-        ),
         (
             '{"prompt": "a", "response_format": {"type": "json_objct"}}',
             "response_format.type",
@@ -136,7 +125,6 @@ def test_numbers_are_taken_up_to_their_bounds_and_not_beyond(
         ("v1/completions", '{"prompt": "a", "\\u0070rompt": "a"}', "prompt"),
         ("v1/completions", '{"prompt": "a", "rope": {"factor": 2, "factor": 4}}', "factor"),
         ("v1/chat/completions", '{"messages": [{"role": "user", "role": "user"}]}', "role"),
-        ("tokenize", '{"prompt": "a", "prompt": "a"}', "prompt"),
         ("detokenize", '{"tokens": [1], "tokens": [2]}', "tokens"),
         ("v1/completions", '{"\\ud800": 1, "\\ud800": 1}', "\\ud800"),
     ],
@@ -163,7 +151,7 @@ def test_the_check_for_equal_keys_reads_all_that_json_may_be(server: Server) -> 
     assert "JSON in UTF-8" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", ""])
 def test_a_wrong_content_type_is_said(server: Server, content_type: str) -> None:
     """The form that curl sends without a header is refused by its content type."""
     answer = post(server, '{"prompt": "a"}', **{"Content-Type": content_type})
@@ -206,7 +194,7 @@ def test_a_route_that_was_nearly_met_is_suggested(server: Server, path: str, mea
 def test_the_error_of_a_too_long_request_names_a_length_that_fits(
     openai_client: openai.OpenAI, num_prompt: int, max_tokens: int, fits: float
 ) -> None:
-    """The numbers are read from the exception of openai's client."""
+    """The message has prompt, answer and their sum, and the positions that they take."""
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client.completions.create(
             model="ropewalk-demo", prompt=[5] * num_prompt, max_tokens=max_tokens
@@ -218,39 +206,37 @@ def test_the_error_of_a_too_long_request_names_a_length_that_fits(
     assert body["rope"] == {"rope_type": "yarn", "factor": 8.0, "factor_that_fits": fits}
     assert "2048 tokens (the longest tier, of factor 8)" in body["message"]
     assert f"A rope factor of {fits:g} " in body["message"]
+    numbers = r"has (\d+) tokens \((\d+) in the prompt and max_tokens (\d+)\)[^.]* (\d+) in all"
+    found = re.search(numbers, body["message"])
+    assert found, body
+    total, prompt, answer, positions = map(int, found.groups())
+    assert (prompt, answer) == (num_prompt, max_tokens)
+    assert total == prompt + answer == positions + 1
 
 
-@without_replicas
 def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
     """The longest tier could hold the prompt, but max_model_len is what the cache holds."""
     with running_server("--kv-cache-tokens", "512") as small:
         assert "512 tokens (the size of the KV cache)" in small.banner
-        answer = httpx.post(
-            f"{small.url}/v1/completions", json={"prompt": [5] * 513, "max_tokens": 1}
-        )
-        assert answer.status_code == 400
-        error = answer.json()["error"]
+        error = refused(small, "completions", prompt=[5] * 513, max_tokens=1)
         assert error["code"] == "context_length_exceeded"
         assert (error["n_prompt_tokens"], error["n_ctx"], error["max_tokens"]) == (513, 512, 1)
         assert "context length is 512 tokens (the size of the KV cache)" in error["message"]
         chat_limit = "max_completion_tokens"
         chat = {"messages": [{"role": "user", "content": "a " * 200}], chat_limit: 500}
-        error = httpx.post(f"{small.url}/v1/chat/completions", json=chat).json()["error"]
+        error = refused(small, "chat/completions", **chat)
         assert (error["code"], error["param"]) == ("context_length_exceeded", chat_limit)
         most = 512 - error["n_prompt_tokens"] + 1
         assert error["message"].endswith(f" max_tokens may be at most {most}.")
         # A prompt that is too long is refused for its length, whatever else would not fit then.
         chat = {"messages": [{"role": "user", "content": "a " * 600}], "min_tokens": 5}
-        error = httpx.post(f"{small.url}/v1/chat/completions", json=chat).json()["error"]
+        error = refused(small, "chat/completions", **chat)
         assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 512)
         assert (error["param"], error["max_tokens"]) == ("messages", None)
         page = httpx.get(f"{small.url}/metrics").text
         assert 'rejected_total{reason="context_length_exceeded"} 3.0' in page
         assert httpx.get(f"{small.url}/v1/models").json()["data"][0]["max_model_len"] == 512
-        fits = httpx.post(
-            f"{small.url}/v1/completions", json={"prompt": [5] * 512, "max_tokens": 1}, timeout=30
-        )
-        assert fits.status_code == 200
+        asked(small, "completions", prompt=[5] * 512, max_tokens=1)
 
 
 @pytest.mark.alone  # it is about seconds

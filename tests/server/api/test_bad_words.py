@@ -2,25 +2,21 @@
 
 from typing import Any
 
-import httpx
-
+from tests.server.api.asking import asked, tokens_of
 from tests.servers.processes import Server
 
 
 def text_of(server: Server, **fields: Any) -> str:
     """Return the text of a greedy completion."""
     body = {"prompt": "import os\n\ndef join(a, b):\n    return", "max_tokens": 24, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "temperature": 0})
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return str(asked(server, "completions", **body, temperature=0)["choices"][0]["text"])
 
 
 def test_a_bad_word_of_whitespace_is_itself(server: Server) -> None:
     """The answers equal those with a logit_bias, which differ for a line break and a space."""
     found, biased = [], []
     for blank in ("\n", " "):
-        asked = {"prompt": blank, "add_special_tokens": False}
-        ids = httpx.post(f"{server.url}/tokenize", json=asked).json()["tokens"]
+        ids = tokens_of(server, blank, add_special_tokens=False)
         assert len(ids) == 1
         found.append(text_of(server, bad_words=[blank]))
         biased.append(text_of(server, logit_bias={str(ids[0]): -100}))

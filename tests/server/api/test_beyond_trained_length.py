@@ -1,27 +1,23 @@
 """Answers beyond the trained length on a table that is not made for it say so."""
 
-import json
-import re
-import time
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.servers.processes import Server, without_replicas
+from tests.doubles.waiting import wait_until
+from tests.server.api.asking import asked, streamed
+from tests.servers.metrics import samples_of, total
+from tests.servers.processes import Server
 
 TRAINED = 256
 NATIVE = {"rope_type": "default"}
 WORDS = "a " * 400
-COUNTER = "ropewalk_requests_beyond_trained_length_total"
 
 
 def rope_of(server: Server, **fields: Any) -> Any:
     """Return the rope object of a completion."""
-    body = {"temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["rope"]
+    answer = asked(server, "completions", temperature=0, ignore_eos=True, **fields)
+    return answer["choices"][0]["rope"]
 
 
 @pytest.mark.parametrize(
@@ -48,12 +44,8 @@ def test_an_answer_says_if_its_table_is_not_made_for_its_length(
 def test_the_last_event_says_it_if_the_answer_crosses_the_length(server: Server) -> None:
     """If the prompt is beyond already, then every event says it."""
     for num_prompt, first in ((TRAINED - 3, None), (TRAINED + 5, True)):
-        body = {
-            "prompt": [5] * num_prompt, "max_tokens": 12, "rope": NATIVE, "stream": True,
-            "ignore_eos": True,
-        }  # fmt: skip
-        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).text
-        events = [json.loads(each[6:]) for each in text.splitlines() if each[:7] == "data: {"]
+        body = {"prompt": [5] * num_prompt, "max_tokens": 12, "rope": NATIVE, "ignore_eos": True}
+        events = streamed(server, "completions", **body)
         told = [each["choices"][0]["rope"].get("beyond_trained_length") for each in events]
         assert (told[0], told[-1]) == (first, True)
 
@@ -68,48 +60,30 @@ def test_the_last_event_says_it_if_the_answer_crosses_the_length(server: Server)
 )
 def test_every_route_says_it(server: Server, path: str, body: dict[str, Any]) -> None:
     """The object is in the choice, or beside the parts of the answer."""
-    answer = httpx.post(f"{server.url}/v1/{path}", json={**body, "rope": NATIVE}, timeout=30).json()
+    answer = asked(server, path, **body, rope=NATIVE)
     told = answer["choices"][0]["rope"] if "choices" in answer else answer["rope"]
     assert told["beyond_trained_length"] is True
 
 
-@without_replicas
 def test_the_log_and_a_counter_have_it(server: Server) -> None:
     """A request within the length changes neither."""
 
     def count() -> float:
-        page = httpx.get(f"{server.url}/metrics").text
-        found = re.search(rf"^{COUNTER}{{[^}}]*}} (\S+)$", page, re.MULTILINE)
-        return float(found[1]) if found else 0
+        return total(samples_of(server), "ropewalk_requests_beyond_trained_length_total")
 
     def line(num_prompt: int) -> str:
         """Return the log line of a request with so many tokens."""
         first = len(server.log)
         rope_of(server, prompt=[7] * num_prompt, max_tokens=1, rope=NATIVE)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            found = [each for each in server.log[first:] if f"prompt_tokens={num_prompt}" in each]
-            if found:
-                return found[0]
-            time.sleep(0.01)
-        raise AssertionError("no line")
+
+        def lines() -> list[str]:
+            return [each for each in server.log[first:] if f"prompt_tokens={num_prompt}" in each]
+
+        wait_until(lambda: bool(lines()))
+        return lines()[0]
 
     before = count()
     assert "beyond_trained_length" not in line(TRAINED - 33)
     assert count() == before
     assert "beyond_trained_length=true" in line(TRAINED + 33)
     assert count() == before + 1
-
-
-def test_the_numbers_of_a_refused_length_add_up(server: Server) -> None:
-    """The message has prompt, answer and their sum, and the positions that they take."""
-    body = {"prompt": [5] * 3000, "max_tokens": 40}
-    error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["error"]
-    found = re.search(
-        r"has (\d+) tokens \((\d+) in the prompt and max_tokens (\d+)\)[^.]* (\d+) in all",
-        error["message"],
-    )
-    assert found, error
-    total, prompt, answer, positions = map(int, found.groups())
-    assert (prompt, answer) == (3000, 40)
-    assert total == prompt + answer == positions + 1

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.server.api.asking import asked, streamed
 from tests.servers.processes import Server
 
 BODY: dict[str, Any] = {"prompt": "import os\n\ndef ", "max_tokens": 12, "seed": 11, "logprobs": 1}
@@ -12,9 +12,8 @@ BODY: dict[str, Any] = {"prompt": "import os\n\ndef ", "max_tokens": 12, "seed":
 
 def choices(server: Server, **options: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The choices and the usage of an answer."""
-    answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, **options}, timeout=60)
-    answer.raise_for_status()
-    return answer.json()["choices"], answer.json()["usage"]
+    answer = asked(server, "completions", **{**BODY, **options})
+    return answer["choices"], answer["usage"]
 
 
 def mean_logprob(choice: dict[str, Any]) -> float:
@@ -50,5 +49,4 @@ def test_as_many_as_are_returned_is_no_choice(server: Server, best_of: int) -> N
     every, _ = choices(server, n=best_of)
     same, _ = choices(server, n=best_of, best_of=best_of)
     assert same == every
-    body = {**BODY, "n": best_of, "best_of": best_of, "stream": True}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    assert streamed(server, "completions", **BODY, n=best_of, best_of=best_of)

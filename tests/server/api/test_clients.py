@@ -1,54 +1,15 @@
 """Clients of other projects, unchanged: openai's, LangChain's, lm-evaluation-harness."""
 
-import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import openai
 import pytest
 
-from tests.servers.processes import Server, running_server, without_replicas
-
-MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
-
-
-def test_openai_sync_and_async_answer_alike(server: Server, openai_client: openai.OpenAI) -> None:
-    """Chats and completions are whole or streamed, and several run at once."""
-    options: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0, "max_tokens": 15}
-    chat = openai_client.chat.completions.create(messages=MESSAGES, **options)
-    text = openai_client.completions.create(prompt="import os\n", **options)
-
-    async def ask() -> tuple[list[str], str, str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0
-        ) as client:
-            chats = await asyncio.gather(
-                *(client.chat.completions.create(messages=MESSAGES, **options) for _ in range(8))
-            )
-            stream = await client.chat.completions.create(messages=MESSAGES, stream=True, **options)
-            streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            completion = await client.completions.create(prompt="import os\n", **options)
-        contents = [each.choices[0].message.content or "" for each in chats]
-        return contents, "".join(streamed), completion.choices[0].text
-
-    contents, streamed, completion = asyncio.run(ask())
-    assert set(contents) == {streamed} == {chat.choices[0].message.content}
-    assert completion == text.choices[0].text
-
-
-def test_openai_raises_its_own_errors(openai_client: openai.OpenAI) -> None:
-    """Applications branch on the class and code of the client's errors."""
-    with pytest.raises(openai.BadRequestError) as raised:
-        openai_client.chat.completions.create(
-            model="ropewalk-demo", messages=[{"role": "user", "content": "import os\n" * 1500}]
-        )
-    assert raised.value.code == "context_length_exceeded"
-    assert "maximum context length is 2048 tokens" in str(raised.value)
-    with pytest.raises(openai.NotFoundError):
-        openai_client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+from tests.servers.processes import Server, running_server
 
 
 def test_langchain_invokes_streams_and_binds(server: Server) -> None:
@@ -128,7 +89,6 @@ def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> No
 
 
 @pytest.mark.long
-@without_replicas
 def test_lm_evaluation_harness_scores_as_transformers_does(tmp_path: Path) -> None:
     """The harness tokenises through the server, and its `hf` model is the reference.
 

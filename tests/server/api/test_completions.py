@@ -5,14 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.servers.processes import Server
+from tests.server.api.asking import asked, tokens_of
+from tests.servers.metrics import samples_of, total
+from tests.servers.processes import Server, without_replicas
 
 GREEDY: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0}
 PROMPT = "import os\nimport sys\n\ndef "
@@ -22,13 +23,6 @@ PROMPT = "import os\nimport sys\n\ndef "
 def untouched() -> Any:
     """The same checkpoint under transformers alone."""
     return AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-
-
-def tokens_of(server: Server, text: str) -> list[int]:
-    """The token ids of a text, from the server."""
-    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text})
-    found: list[int] = answer.json()["tokens"]
-    return found
 
 
 def needle_prompt(server: Server, num_tokens: int) -> list[int]:
@@ -88,6 +82,129 @@ def test_a_definition_eight_native_lengths_back_is_found(
     assert extrapolated.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
 
 
+def test_a_stream_says_what_the_whole_answer_says(openai_client: openai.OpenAI) -> None:
+    """The text, the logprobs, the finish reason and the usage are compared.
+
+    The text at each offset is the text of the token.
+    """
+    options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 30, "logprobs": 2}
+    whole = openai_client.completions.create(**options, echo=True)
+    chunks = list(
+        openai_client.completions.create(
+            **options, echo=True, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    assert [choice.finish_reason for choice in choices] == [None] * 29 + ["length"]
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [each for choice in choices for each in getattr(choice.logprobs, name)]
+        assert streamed == getattr(whole.choices[0].logprobs, name)
+    logprobs = whole.choices[0].logprobs
+    for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[1:]:
+        assert whole.choices[0].text[offset : offset + len(token)] == token
+
+
+def test_a_seed_repeats_and_no_seed_does_not(openai_client: openai.OpenAI) -> None:
+    """The temperature is 1, except for the greedy references."""
+
+    def text(**options: Any) -> str:
+        return (
+            openai_client.completions.create(
+                model="ropewalk-demo", prompt=PROMPT, max_tokens=25, **options
+            )
+            .choices[0]
+            .text
+        )
+
+    assert text(seed=5) == text(seed=5)
+    assert len({text(seed=seed) for seed in range(4)}) > 1
+    assert len({text() for _ in range(4)}) > 1
+    assert text(top_p=1e-9) == text(temperature=0)
+    assert text(extra_body={"top_k": 1}) == text(temperature=0)
+
+
+def test_several_prompts_with_several_answers_each(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
+    """Choices come in the order of the prompts, and equal those of separate requests."""
+    prompts = ["import os\n", PROMPT, "def close(self):\n"]
+    options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
+    together = openai_client.completions.create(**options, prompt=prompts, n=2)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    for at, prompt in enumerate(prompts):
+        first = openai_client.completions.create(**options, prompt=prompt)
+        assert together.choices[2 * at].text == first.choices[0].text
+        second = openai_client.completions.create(**{**options, "seed": 4}, prompt=prompt)
+        assert together.choices[2 * at + 1].text == second.choices[0].text
+    assert together.usage is not None
+    assert together.usage.completion_tokens == 48
+    assert together.usage.prompt_tokens == sum(len(tokens_of(server, each)) for each in prompts)
+
+    texts = dict.fromkeys(range(6), "")
+    ids = [tokens_of(server, each) for each in prompts]
+    for chunk in openai_client.completions.create(**options, prompt=ids, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in together.choices]
+
+
+def num_under_other_tables(server: Server) -> float:
+    """The prompt tokens so far that the cache had under other tables only."""
+    return total(samples_of(server), "ropewalk_prompt_tokens_under_other_tables_total")
+
+
+@without_replicas  # each replica has pages of its own
+@pytest.mark.parametrize(
+    "rope", [{"policy": "grow"}, {"rope_type": "linear"}, {"policy": "fixed", "factor": 8}]
+)
+def test_prompts_that_the_cache_has_under_other_tables_are_counted(
+    server: Server, rope: dict[str, Any]
+) -> None:
+    """Mixed policies and methods divide the cache, which the metric tells."""
+    salt = json.dumps(rope)
+    prompt = [at % 199 + 9 for at in range(900)]
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+
+    def ask(**more: Any) -> tuple[int, float]:
+        before = num_under_other_tables(server)
+        answer = asked(server, "completions", **{**body, **more})
+        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached, num_under_other_tables(server) - before
+
+    assert ask() == (0, 0)
+    assert ask() == (896, 0)
+    cached, num_missed = ask(rope=rope)
+    assert num_missed > 0
+    assert cached + num_missed == 896
+    assert ask(rope=rope) == (896, 0)
+    assert ask(cache_salt=f"another {salt}") == (0, 0), "another salt is another text"
+
+
+def test_penalties_bias_and_end_tokens(server: Server, openai_client: openai.OpenAI) -> None:
+    """Each field changes the greedy answer in the way its name states."""
+    token = tokens_of(server, "import")[1]
+
+    def create(**options: Any) -> Any:
+        return openai_client.completions.create(
+            **{**GREEDY, "prompt": PROMPT, "max_tokens": 30, **options}
+        )
+
+    forced = create(logit_bias={str(token): 100}, max_tokens=5)
+    assert forced.choices[0].text == "import" * 5
+    ended = create(
+        logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token], "min_tokens": 4}
+    )
+    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (5, "stop")
+    plain = create().choices[0].text
+    assert create(frequency_penalty=2).choices[0].text != plain
+    assert create(presence_penalty=2).choices[0].text != plain
+    assert create(extra_body={"repetition_penalty": 1.5}).choices[0].text != plain
+    assert create(temperature=1, extra_body={"min_p": 1.0}).choices[0].text == plain
+
+
 @pytest.mark.parametrize("rope", [{"policy": "grow"}, {"policy": "fixed", "factor": 4}])
 def test_four_native_lengths_equal_static_yarn(
     server: Server, openai_client: openai.OpenAI, rope: dict[str, Any]
@@ -120,191 +237,3 @@ def test_four_native_lengths_equal_static_yarn(
     assert logprobs.token_logprobs[0] is None
     assert logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
     assert answer.choices[0].finish_reason == "length"
-
-
-def test_a_stream_says_what_the_whole_answer_says(openai_client: openai.OpenAI) -> None:
-    """The text, the logprobs, the finish reason and the usage are compared."""
-    options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 30, "logprobs": 2}
-    whole = openai_client.completions.create(**options, echo=True)
-    chunks = list(
-        openai_client.completions.create(
-            **options, echo=True, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(choice.text for choice in choices) == whole.choices[0].text
-    assert [choice.finish_reason for choice in choices] == [None] * 29 + ["length"]
-    assert chunks[-1].usage == whole.usage
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        streamed = [each for choice in choices for each in getattr(choice.logprobs, name)]
-        assert streamed == getattr(whole.choices[0].logprobs, name)
-
-
-def test_offsets_point_into_the_text(openai_client: openai.OpenAI) -> None:
-    """The text at each offset is the text of the token."""
-    answer = openai_client.completions.create(
-        **GREEDY, prompt=PROMPT, max_tokens=20, echo=True, logprobs=0
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.text_offset is not None
-    for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[1:]:
-        assert answer.choices[0].text[offset : offset + len(token)] == token
-
-
-def test_prompts_may_be_token_ids(server: Server, openai_client: openai.OpenAI) -> None:
-    """The answer equals that to the text of the same tokens."""
-    from_text = openai_client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=9)
-    ids = tokens_of(server, PROMPT)
-    from_ids = openai_client.completions.create(**GREEDY, prompt=ids, max_tokens=9)
-    assert from_ids.choices[0].text == from_text.choices[0].text
-
-
-def test_a_seed_repeats_and_no_seed_does_not(openai_client: openai.OpenAI) -> None:
-    """The temperature is 1, except for the greedy references."""
-
-    def text(**options: Any) -> str:
-        return (
-            openai_client.completions.create(
-                model="ropewalk-demo", prompt=PROMPT, max_tokens=25, **options
-            )
-            .choices[0]
-            .text
-        )
-
-    assert text(seed=5) == text(seed=5)
-    assert len({text(seed=seed) for seed in range(4)}) > 1
-    assert len({text() for _ in range(4)}) > 1
-    assert text(top_p=1e-9) == text(temperature=0)
-    assert text(extra_body={"top_k": 1}) == text(temperature=0)
-
-
-def test_stop_strings_end_the_text(openai_client: openai.OpenAI) -> None:
-    """The text ends before the stop string."""
-    whole = openai_client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
-    stop = whole[10:13]
-    cut = openai_client.completions.create(
-        **GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop, "zzzz"]
-    )
-    assert cut.choices[0].text == whole[: whole.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
-
-
-def test_many_at_once_answer_as_one_by_one(server: Server, openai_client: openai.OpenAI) -> None:
-    """Six clients send prompts of different lengths."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    ids = needle_prompt(server, 1500)
-    prompts = [ids[: 20 + 150 * index] for index in range(6)]
-
-    def ask(prompt: list[int]) -> str:
-        answer = openai_client.completions.create(
-            **GREEDY, prompt=prompt, max_tokens=12, logprobs=3
-        )
-        return json.dumps([answer.choices[0].text, answer.choices[0].logprobs.to_dict()])  # type: ignore[union-attr]
-
-    expected = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, prompts)) == expected
-
-
-def test_the_model_may_be_left_out_and_is_listed(
-    server: Server, openai_client: openai.OpenAI
-) -> None:
-    """The first deployment answers a request without a model."""
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    assert answer.json()["model"] == "ropewalk-demo"
-    models = openai_client.models.list().data
-    assert [(model.id, model.owned_by) for model in models] == [("ropewalk-demo", "ropewalk")]
-    assert models[0].model_extra is not None
-    assert models[0].model_extra["max_model_len"] == 2048
-
-
-def test_tokenize(server: Server) -> None:
-    """The tokens are compared with and without the special token in front."""
-    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "import os"}).json()
-    assert answer["count"] == len(answer["tokens"]) == 3
-    assert answer["max_model_len"] == 2048
-    bare = {"prompt": "import os", "add_special_tokens": False}
-    assert httpx.post(f"{server.url}/tokenize", json=bare).json()["tokens"] == answer["tokens"][1:]
-
-
-def test_several_prompts_with_several_answers_each(
-    server: Server, openai_client: openai.OpenAI
-) -> None:
-    """Choices come in the order of the prompts, and equal those of separate requests."""
-    prompts = ["import os\n", PROMPT, "def close(self):\n"]
-    options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
-    together = openai_client.completions.create(**options, prompt=prompts, n=2)
-    assert [choice.index for choice in together.choices] == list(range(6))
-    for at, prompt in enumerate(prompts):
-        first = openai_client.completions.create(**options, prompt=prompt)
-        assert together.choices[2 * at].text == first.choices[0].text
-        second = openai_client.completions.create(**{**options, "seed": 4}, prompt=prompt)
-        assert together.choices[2 * at + 1].text == second.choices[0].text
-    assert together.usage is not None
-    assert together.usage.completion_tokens == 48
-    assert together.usage.prompt_tokens == sum(len(tokens_of(server, each)) for each in prompts)
-
-    texts = dict.fromkeys(range(6), "")
-    ids = [tokens_of(server, each) for each in prompts]
-    for chunk in openai_client.completions.create(**options, prompt=ids, n=2, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert list(texts.values()) == [choice.text for choice in together.choices]
-
-
-def test_a_repeated_prompt_is_found_in_the_cache(
-    server: Server, openai_client: openai.OpenAI
-) -> None:
-    """The usage counts the cached tokens, and another salt finds none."""
-    prompt = needle_prompt(server, 900)[::-1]
-
-    def cached(salt: str) -> int | None:
-        answer = openai_client.completions.create(
-            **GREEDY, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
-        )
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        return answer.usage.prompt_tokens_details.cached_tokens
-
-    assert [cached("x"), cached("x"), cached("y")] == [0, 896, 0]
-
-
-@pytest.mark.parametrize("policy", ["grow", "grow-exact", "by_position"])
-def test_a_growing_request_says_how_often_it_was_rescaled(
-    openai_client: openai.OpenAI, policy: str
-) -> None:
-    """The `rope` object also states the factor of the last tier."""
-    answer = openai_client.completions.create(
-        **GREEDY,
-        prompt=[7] * 250,
-        max_tokens=300,
-        extra_body={"rope": {"policy": policy}, "ignore_eos": True},
-    )
-    rope = answer.choices[0].model_extra["rope"]  # type: ignore[index]
-    assert (rope["policy"], rope["factor"], rope["rescaled"]) == (policy, 4.0, 2)
-
-
-def test_penalties_bias_and_end_tokens(server: Server, openai_client: openai.OpenAI) -> None:
-    """Each field changes the greedy answer in the way its name states."""
-    token = tokens_of(server, "import")[1]
-
-    def create(**options: Any) -> Any:
-        return openai_client.completions.create(
-            **{**GREEDY, "prompt": PROMPT, "max_tokens": 30, **options}
-        )
-
-    forced = create(logit_bias={str(token): 100}, max_tokens=5)
-    assert forced.choices[0].text == "import" * 5
-    ended = create(
-        logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token], "min_tokens": 4}
-    )
-    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (5, "stop")
-    plain = create().choices[0].text
-    assert create(frequency_penalty=2).choices[0].text != plain
-    assert create(presence_penalty=2).choices[0].text != plain
-    assert create(extra_body={"repetition_penalty": 1.5}).choices[0].text != plain
-    assert create(temperature=1, extra_body={"min_p": 1.0}).choices[0].text == plain

@@ -3,16 +3,15 @@
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.servers.processes import Server, run_here, running_server, without_replicas
-
-pytestmark = without_replicas
+from ropewalk.server.settings.load import SettingsError, load_settings
+from tests.server.api.asking import asked, refused
+from tests.servers.processes import Server, running_server
 
 PROMPT = "import os\n\ndef join(a, b):\n    return"
 CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
@@ -31,14 +30,8 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, route: str, **body: Any) -> Any:
-    answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def text_of(server: Server, **fields: Any) -> str:
-    found = post(server, "completions", **{"prompt": PROMPT, "seed": 7, **fields})
+    found = asked(server, "completions", **{"prompt": PROMPT, "seed": 7, **fields})
     return str(found["choices"][0]["text"])
 
 
@@ -55,15 +48,15 @@ def test_an_override_is_laid_over_the_defaults_of_the_model(bounded: Server) -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "num"), [({}, MOST), ({"max_tokens": 200}, MOST), ({"max_tokens": 4}, 4)]
+    ("fields", "num"), [({}, MOST), ({"max_tokens": 200}, MOST), ({"max_tokens": 4}, 4)]
 )
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_no_answer_is_longer_than_the_bound(
-    bounded: Server, route: str, asked: dict[str, int], num: int
+    bounded: Server, route: str, fields: dict[str, int], num: int
 ) -> None:
     """As in vLLM, a larger number is lowered. The answer has not used its room."""
     prompt = {"prompt": PROMPT} if route == "completions" else CHAT
-    found = post(bounded, route, **prompt, **asked, ignore_eos=True)
+    found = asked(bounded, route, **prompt, **fields, ignore_eos=True)
     assert found["usage"]["completion_tokens"] == num
     assert found["choices"][0]["finish_reason"] == "length"
     assert "ended_by" not in found["choices"][0]["rope"]
@@ -71,10 +64,10 @@ def test_no_answer_is_longer_than_the_bound(
 
 def test_the_other_routes_have_the_bound(bounded: Server) -> None:
     """They say in their words why the answer ended."""
-    found = post(bounded, "responses", input=PROMPT)
+    found = asked(bounded, "responses", input=PROMPT)
     assert found["usage"]["output_tokens"] == MOST
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
-    found = post(bounded, "messages", **CHAT, max_tokens=500)
+    found = asked(bounded, "messages", **CHAT, max_tokens=500)
     assert (found["usage"]["output_tokens"], found["stop_reason"]) == (MOST, "max_tokens")
 
 
@@ -83,7 +76,7 @@ def test_an_answer_that_fills_the_context_first_says_so(bounded: Server) -> None
     longest = httpx.get(f"{bounded.url}/v1/models").json()["data"][0]["max_model_len"]
     fields = {"ignore_eos": True, "truncate_prompt_tokens": longest - 3}
     content = "import os " * longest
-    found = post(
+    found = asked(
         bounded, "chat/completions", messages=[{"role": "user", "content": content}], **fields
     )
     assert found["usage"]["completion_tokens"] == 4
@@ -93,40 +86,22 @@ def test_an_answer_that_fills_the_context_first_says_so(bounded: Server) -> None
 def test_more_tokens_than_the_bound_cannot_be_asked_for(bounded: Server) -> None:
     """The sentence names the bound, not the number that the request has sent."""
     body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 20}
-    answer = httpx.post(f"{bounded.url}/v1/completions", json=body)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
+    message = refused(bounded, "completions", **body)["message"]
     assert message == f"`min_tokens` must be <= the server's max_new_tokens ({MOST}). Given: 20"
-
-
-def test_the_banner_shows_it(bounded: Server) -> None:
-    """It stands among the limits that were changed."""
-    shown = "override_generation_config {'temperature': 0.9, 'top_p': 0.8, 'max_new_tokens': 10}"
-    assert shown in bounded.banner
 
 
 @pytest.mark.parametrize(
     ("value", "told"),
     [
         ('{"temperature": 3}', "temperature must be a number from 0 to 2, got"),
-        ('{"temperature": "0.7"}', "temperature must be a number from 0 to 2, got"),
         ('{"top_p": 0, "min_p": 2}', "top_p must be a number above 0 and at most 1; min_p must be"),
         ('{"max_new_tokens": 0}', "max_new_tokens must be an integer of at least 1, got"),
-        ('{"max_new_tokens": true}', "max_new_tokens must be an integer of at least 1, got"),
         ('{"tempature": 1}', "tempature is not one of its fields, which are temperature, top_p"),
-        ('{"temperature": NaN}', "temperature must be a number from 0 to 2, got"),
         ("[1]", "must be an object, got [1]"),
-        ("0.5", "must be an object, got 0.5"),
     ],
 )
-def test_a_wrong_override_refuses_the_start(tmp_path: Path, value: str, told: str) -> None:
-    """`serve` and `config check` say the same, with code 2."""
-    flags = ("--override-generation-config", value)
-    ended = run_here("serve", *flags, "--port", "0")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"ropewalk: override_generation_config: {told}")
-    file = tmp_path / "ropewalk.yaml"
-    file.write_text(f"override_generation_config: '{value}'\n")
-    checked = run_here("config", "check", str(file))
-    assert checked.returncode == 2
-    assert checked.stderr.startswith(f"ropewalk: override_generation_config: {told}")
+def test_a_wrong_override_refuses_the_start(value: str, told: str) -> None:
+    """The sentence names each wrong field with its limit."""
+    with pytest.raises(SettingsError) as refused:
+        load_settings({"override_generation_config": value})
+    assert str(refused.value).startswith(f"override_generation_config: {told}")

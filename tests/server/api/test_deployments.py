@@ -7,12 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from tests.server.api.asking import asked, refused, tokens_of
 from tests.servers.metrics import samples_of
-from tests.servers.processes import REPLICAS, Server, run_here, running_server
+from tests.servers.processes import Server, run_here, running_server
 
 FILE = """
 deployments:
@@ -39,20 +37,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def post(server: Server, model: str, **body: Any) -> dict[str, Any]:
     """Send one greedy completion."""
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": model, "temperature": 0, **body},
-        timeout=60,
-    )
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
+    found: dict[str, Any] = asked(server, "completions", model=model, temperature=0, **body)
     return found
 
 
 def short_prompts(server: Server) -> list[list[int]]:
     """Library code, 200 tokens each: within the trained 256."""
-    text = Path(json.decoder.__file__).read_text()
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    ids = tokens_of(server, Path(json.decoder.__file__).read_text())
     return [ids[at : at + 200] for at in range(1, 1801, 200)]
 
 
@@ -103,32 +94,28 @@ def test_an_exact_factor_that_is_no_table_is_refused(
 ) -> None:
     """The refusal lists the factors that there are; a table serves no more than it reaches."""
     body = {"model": "demo", "prompt": [5] * num_tokens, "max_tokens": 1, "rope": rope}
-    answer = httpx.post(f"{two.url}/v1/completions", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param)
+    error = refused(two, "completions", **body)
+    assert error["param"] == param
     assert message in error["message"], error
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-static-8x"])
 def test_a_reported_rope_object_may_be_sent_back_whole(two: Server, model: str) -> None:
     """A request with the reported object has the same tier, and false numbers are refused."""
-    for words, asked in ((1200, None), (100, {"factor": 1.5})):
+    for words, rope in ((1200, None), (100, {"factor": 1.5})):
         messages = [{"role": "user", "content": "a " * words}]
-        body = {"model": model, "messages": messages, "max_tokens": 2, "rope": asked}
-        told = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()
-        told = told["choices"][0]["rope"]
+        body = {"model": model, "messages": messages, "max_tokens": 2, "rope": rope}
+        told = asked(two, "chat/completions", **body)["choices"][0]["rope"]
         body["rope"] = {**told, "ended_by": "tier"}
-        again = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()
-        again = again["choices"][0]["rope"]
+        again = asked(two, "chat/completions", **body)["choices"][0]["rope"]
         assert {**again, "requested_factor": told["requested_factor"]} == told
     for field, value in (("original_max_position_embeddings", 64), ("requested_factor", 9)):
         body["rope"] = {**told, field: value}
-        error = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()["error"]
+        error = refused(two, "chat/completions", **body)
         assert error["param"] == f"rope.{field}"
         assert "is only reported" in error["message"]
 
 
-@pytest.mark.skipif(REPLICAS is not None, reason="each replica has its own pages")
 @pytest.mark.parametrize("policy", ["by_position", "grow", "grow-exact"])
 def test_a_reported_object_finds_the_pages_of_its_prompt(two: Server, policy: str) -> None:
     """Its factor is that of the last tier, and would move the first positions as a least one."""
@@ -150,39 +137,6 @@ def test_an_older_name_of_a_policy_is_accepted(two: Server) -> None:
     )
     assert old["choices"] == new["choices"]
     assert old["choices"][0]["rope"]["policy"] == "grow"
-
-
-def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
-    """The cost shows in the echoed logprobs and equals that of transformers' static YaRN."""
-    prompts = short_prompts(two)
-    untouched = [prompt_logprobs(two, "demo", prompt) for prompt in prompts]
-    static = [prompt_logprobs(two, "demo-static-8x", prompt) for prompt in prompts]
-    num = sum(map(len, untouched))
-    tax = (sum(map(sum, untouched)) - sum(map(sum, static))) / num
-    config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
-    unscaled = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    config.max_position_embeddings = 2048
-    config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 256,
-    }
-    scaled = AutoModelForCausalLM.from_pretrained(
-        EMBEDDED_MODEL, config=config, dtype=torch.float32
-    )
-    for prompt, own, fixed in zip(prompts, untouched, static, strict=True):
-        assert own == pytest.approx(reference(unscaled, prompt), abs=1e-3)
-        assert fixed == pytest.approx(reference(scaled, prompt), abs=1e-3)
-    assert tax > 0.01, f"nats per token: {tax:.4f}"
-
-
-def reference(model: Any, prompt: list[int]) -> list[float]:
-    """The logprobs of a prompt's tokens under transformers."""
-    with torch.inference_mode():
-        table = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    found: list[float] = table[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()
-    return found
 
 
 def test_requests_and_their_times_are_counted_by_deployment(two: Server) -> None:
@@ -220,12 +174,3 @@ def test_requests_and_their_times_are_counted_by_deployment(two: Server) -> None
     ]
     table = run_here("top", two.url, "--once").stdout.splitlines()
     assert set(bodies) <= {line.strip() for line in table}, "each deployment has rows of its own"
-
-
-def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:
-    """The error of an unknown name has the status 404 and lists the served names."""
-    answer = httpx.post(f"{two.url}/v1/completions", json={"model": "x", "prompt": "a"})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["message"].endswith(
-        "Served: demo, demo-static-8x, demo-static-1.3x."
-    )

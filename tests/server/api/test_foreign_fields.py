@@ -11,6 +11,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from tests.server.api.asking import asked, refused, streamed, tokens_of
 from tests.servers.processes import Server
 
 PROMPT = "import os\n\ndef join(a, b):\n    return"
@@ -32,25 +33,22 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "echo": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "return_tokens_as_token_ids": False, "bad_words": [],
     "return_token_ids": False, "cache_prompt": True, "structured_outputs": {},
-    "priority": 0,
+    "priority": 0, "response_format": {"type": "text"}, "store": False, "service_tier": "auto",
+    "user": "somebody", "metadata": {"team": "a"}, "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h", "safety_identifier": "s", "verbosity": "medium",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
 }  # fmt: skip
 
 
 def post(server: Server, route: str, **fields: Any) -> Any:
     """Return the first choice and the whole answer of a route's body with these fields."""
-    body = {**BODIES[route], **fields}
-    answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=30)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0], answer.json()
+    answer = asked(server, route, **{**BODIES[route], **fields})
+    return answer["choices"][0], answer
 
 
 def events(server: Server, route: str, **fields: Any) -> list[Any]:
     """Return the events of a stream."""
-    body = {**BODIES[route], **fields, "stream": True}
-    answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=30)
-    assert answer.status_code == 200, answer.text
-    lines = [each[6:] for each in answer.text.splitlines() if each.startswith("data: {")]
-    return [json.loads(each) for each in lines]
+    return streamed(server, route, **{**BODIES[route], **fields})
 
 
 def text_of(choice: Any) -> str:
@@ -61,8 +59,7 @@ def text_of(choice: Any) -> str:
 
 def tokens(server: Server, text: str) -> list[int]:
     """Return the tokens of a text alone."""
-    body = {"prompt": text, "add_special_tokens": False}
-    return list(httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"])
+    return tokens_of(server, text, add_special_tokens=False)
 
 
 def detokenized(server: Server, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -71,7 +68,6 @@ def detokenized(server: Server, token_ids: list[int], *, skip_special_tokens: bo
     return str(httpx.post(f"{server.url}/detokenize", json=body).json()["prompt"])
 
 
-@BOTH
 @pytest.mark.parametrize(
     "fields",
     [
@@ -82,30 +78,25 @@ def detokenized(server: Server, token_ids: list[int], *, skip_special_tokens: bo
     ids=["object", "text", "structured_outputs"],
 )
 def test_a_schema_under_vllms_names_is_that_of_response_format(
-    server: Server, route: str, fields: dict[str, Any]
+    server: Server, fields: dict[str, Any]
 ) -> None:
     """All names give the same answer to the byte."""
-    found = text_of(post(server, route, **fields)[0])
+    found = text_of(post(server, "completions", **fields)[0])
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    assert found == text_of(post(server, route, response_format=named)[0])
+    assert found == text_of(post(server, "completions", response_format=named)[0])
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(found))
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("pattern", "is_new"),
-    [
-        (r"^(GET|PUT) /[a-z]{2,5}/\d{1,3}$", False),
-        ("(a|ü)\\\n\n", True),
-        (r"\$[1-9]\.\d\d\$", True),
-    ],
+    [(r"^(GET|PUT) /[a-z]{2,5}/\d{1,3}$", False), ("(a|ü)\\\n\n", True)],
 )
 def test_a_regular_expression_matches_the_whole_answer(
-    server: Server, route: str, pattern: str, *, is_new: bool
+    server: Server, pattern: str, *, is_new: bool
 ) -> None:
     """Anchors at both ends are allowed and say nothing more."""
     fields = {"structured_outputs": {"regex": pattern}} if is_new else {"guided_regex": pattern}
-    choice, _ = post(server, route, temperature=1, seed=3, **fields)
+    choice, _ = post(server, "completions", temperature=1, seed=3, **fields)
     assert re.fullmatch(pattern, text_of(choice)), choice
     assert choice["finish_reason"] == "stop"
 
@@ -120,10 +111,8 @@ def test_a_choice_is_one_of_those_given(server: Server, route: str) -> None:
     ]
     assert set(found) <= set(choices)
     assert len(set(found)) > 1
-    streamed = events(
-        server, route, temperature=1.5, seed=0, structured_outputs={"choice": choices}
-    )
-    assert "".join(text_of(each["choices"][0]) for each in streamed) == found[0]
+    pieces = events(server, route, temperature=1.5, seed=0, structured_outputs={"choice": choices})
+    assert "".join(text_of(each["choices"][0]) for each in pieces) == found[0]
 
 
 def test_a_choice_stands_beside_tools(server: Server) -> None:
@@ -144,9 +133,9 @@ def test_a_choice_stands_beside_tools(server: Server) -> None:
     assert free["message"]["content"] in {"red", "blue"}
 
 
-@BOTH
-def test_a_bad_word_of_one_token_is_the_token_that_a_bias_bars(server: Server, route: str) -> None:
+def test_a_bad_word_of_one_token_is_the_token_that_a_bias_bars(server: Server) -> None:
     """The answer equals the one with a logit_bias that no token survives."""
+    route = "completions"
     plain = post(server, route, return_token_ids=True)[0]
     token = next(each for each in plain["token_ids"] if detokenized(server, [each]).strip())
     word = detokenized(server, [token]).lstrip()
@@ -157,26 +146,23 @@ def test_a_bad_word_of_one_token_is_the_token_that_a_bias_bars(server: Server, r
     assert text_of(found) == text_of(biased) != text_of(plain)
 
 
-@BOTH
-def test_only_allowed_tokens_come(server: Server, route: str) -> None:
-    """Greedy answers equal those with a bias that no other token reaches, in streams, too."""
+def test_only_allowed_tokens_come(server: Server) -> None:
+    """Greedy answers equal those with a bias that no other token reaches."""
+    route = "completions"
     allowed = [*range(20, 300, 7), *tokens(server, "return self.path")]
     bias = {str(each): 100 for each in allowed}
-    asked: dict[str, Any] = {"allowed_token_ids": allowed, "return_token_ids": True}
-    found = post(server, route, **asked)[0]
-    assert found["token_ids"] == post(server, route, logit_bias=bias, **asked)[0]["token_ids"]
+    fields: dict[str, Any] = {"allowed_token_ids": allowed, "return_token_ids": True}
+    found = post(server, route, **fields)[0]
+    assert found["token_ids"] == post(server, route, logit_bias=bias, **fields)[0]["token_ids"]
     assert text_of(found) == text_of(post(server, route, logit_bias=bias)[0])
-    drawn: dict[str, Any] = {**asked, "temperature": 1.5, "n": 4, "seed": 3, "top_p": 0.95}
+    drawn: dict[str, Any] = {**fields, "temperature": 1.5, "n": 4, "seed": 3, "top_p": 0.95}
     choices = post(server, route, **drawn)[1]["choices"]
     assert {each for choice in choices for each in choice["token_ids"]} <= set(allowed)
-    pieces = events(server, route, **asked)
-    streamed = [each for piece in pieces for each in piece["choices"][0]["token_ids"]]
-    assert streamed == found["token_ids"]
 
 
-@BOTH
-def test_an_allowed_end_token_ends_the_answer(server: Server, route: str) -> None:
+def test_an_allowed_end_token_ends_the_answer(server: Server) -> None:
     """Without it among the tokens, only max_tokens ends the answer."""
+    route = "completions"
     (end,) = tokens(server, httpx.get(f"{server.url}/tokenizer_info").json()["eos_token"])
     choice, answer = post(server, route, allowed_token_ids=[end])
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
@@ -184,19 +170,16 @@ def test_an_allowed_end_token_ends_the_answer(server: Server, route: str) -> Non
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 24)
 
 
-@BOTH
-def test_a_choice_of_disallowed_tokens_is_refused(server: Server, route: str) -> None:
+def test_a_choice_of_disallowed_tokens_is_refused(server: Server) -> None:
     """The refusal names both fields."""
     fields = {"guided_choice": ["red"], "allowed_token_ids": tokens(server, "blue")}
-    answer = httpx.post(f"{server.url}/v1/{route}", json={**BODIES[route], **fields})
-    assert answer.status_code == 400, answer.text
-    message = answer.json()["error"]["message"]
+    message = refused(server, "completions", **BODIES["completions"], **fields)["message"]
     assert message == "`guided_choice`: the grammar allows no token of `allowed_token_ids`"
 
 
-@BOTH
-def test_a_bad_word_of_several_tokens_is_left_out(server: Server, route: str) -> None:
+def test_a_bad_word_of_several_tokens_is_left_out(server: Server) -> None:
     """The answer is the same up to the token that would complete the word, and others may come."""
+    route = "completions"
     plain = post(server, route, return_token_ids=True)[0]["token_ids"]
     for at in range(1, len(plain) - 1):  # a pair that the tokenizer splits as the answer does
         pair = plain[at : at + 2]
@@ -226,8 +209,8 @@ def test_the_stop_string_stays_in_the_text_if_it_is_asked_for(server: Server, ro
     choice, _ = post(server, route, **fields)
     assert text_of(choice) == text_of(without) + stop
     assert choice["finish_reason"] == without["finish_reason"] == "stop"
-    streamed = events(server, route, **fields)
-    assert "".join(text_of(each["choices"][0]) for each in streamed) == text_of(choice)
+    pieces = events(server, route, **fields)
+    assert "".join(text_of(each["choices"][0]) for each in pieces) == text_of(choice)
 
 
 @BOTH
@@ -249,8 +232,8 @@ def test_special_tokens_are_shown_if_they_are_asked_for(server: Server, route: s
         assert text_of(shown) == detokenized(
             server, shown["token_ids"], skip_special_tokens=False
         ).rstrip("\ufffd")
-    streamed = events(server, route, **fields, skip_special_tokens=False)
-    assert "".join(text_of(each["choices"][0]) for each in streamed) == text_of(shown)
+    pieces = events(server, route, **fields, skip_special_tokens=False)
+    assert "".join(text_of(each["choices"][0]) for each in pieces) == text_of(shown)
 
 
 def test_an_end_token_is_text_only_if_both_fields_ask_for_it(server: Server) -> None:
@@ -329,37 +312,34 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
     choice, whole = post(server, route, return_token_ids=True)
     assert detokenized(server, choice["token_ids"]).startswith(text_of(choice))
     assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"]
-    streamed = events(server, route, return_token_ids=True)
-    ids = [each for event in streamed for each in event["choices"][0]["token_ids"]]
+    pieces = events(server, route, return_token_ids=True)
+    ids = [each for event in pieces for each in event["choices"][0]["token_ids"]]
     assert ids == choice["token_ids"]
     prompts = [
         event.get("prompt_token_ids") or event["choices"][0].get("prompt_token_ids")
-        for event in streamed
+        for event in pieces
     ]
     assert prompts[0] == (whole.get("prompt_token_ids") or choice["prompt_token_ids"])
     assert not any(prompts[1:])
     if route == "completions":
-        whole_ids = httpx.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-        assert prompts[0] == whole_ids
+        assert prompts[0] == tokens_of(server, PROMPT)
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"guided_regex": "(a"}, "guided_regex", "invalid regular expression: unclosed group"),
         ({"guided_json": "{"}, "guided_json", "a JSON schema, as an object or as text"),
-        ({"guided_json": {"not": {}}}, "guided_json", "'not'"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "`guided_regex` exclude"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together with `guided_regex`"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "use `regex`"),
         ({"guided_grammar": "x"}, "guided_grammar", "use `guided_regex`, or `response_format`"),
-        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "JSON"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"timings_per_token": True, "n": 2}, "timings_per_token", "one prompt and one answer"),
+        ({"timings_per_token": True, "prompt": ["a", "b"]}, "timings_per_token", "one prompt"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1. Given: 0"),
         ({"bad_words": ["a", ""]}, "bad_words.1", "at least 1 character"),
         ({"bad_words": ["a"] * 65}, "bad_words", "at most 64 items. Given: 65"),
-        ({"use_beam_search": True}, "use_beam_search", "must be false, or left out. Given: true"),
         ({"length_penalty": 0.5}, "length_penalty", "must be 1, or left out. Given: 0.5"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1 item"),
         ({"allowed_token_ids": [5, 2048]}, "allowed_token_ids", "must be < 2048. Given: 2048"),
@@ -372,13 +352,10 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    server: Server, route: str, fields: dict[str, Any], param: str, message: str
+    server: Server, fields: dict[str, Any], param: str, message: str
 ) -> None:
     """The refusal names the field as the client wrote it."""
-    body = {**BODIES[route], **fields}
-    answer = httpx.post(f"{server.url}/v1/{route}", json=body, timeout=30)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = refused(server, "completions", **{**BODIES["completions"], **fields})
     assert error["param"] == param, error
     assert message in error["message"], error
 
@@ -388,6 +365,10 @@ def test_values_that_change_nothing_pass(server: Server, route: str) -> None:
     """An answer with all of them equals one with none."""
     fields = dict(WITHOUT_EFFECT)
     if route.startswith("chat"):
-        fields["include_reasoning"] = True
-        fields["chat_template_kwargs"] = {"enable_thinking": False, "whatever": None}
+        fields |= {
+            "include_reasoning": True, "reasoning_effort": "low", "modalities": ["text"],
+            "chat_template_kwargs": {"enable_thinking": False, "whatever": None},
+            "logprobs": False, "top_logprobs": 0, "tool_choice": "none",
+            "parallel_tool_calls": True,
+        }  # fmt: skip
     assert post(server, route, **fields)[0] == post(server, route)[0]

@@ -1,4 +1,4 @@
-"""Answers that grow over the ends of tiers: max_tokens only bounds them, and events tell the tier.
+"""Answers that grow over the ends of tiers: max_tokens only bounds them.
 
 Prompts are of library code, of 1 to 1,000 tokens; the embedded model was trained for 256.
 """
@@ -66,18 +66,3 @@ def test_first_tokens_do_not_depend_on_max_tokens(
             json={"prompt": prompt, "max_tokens": most + 1, "rope": rope},
         )
         assert refused.json()["error"]["code"] == "context_length_exceeded"
-
-
-@pytest.mark.parametrize("policy", GROWING)
-def test_events_tell_the_tier_so_far(server: Server, prompts: list[list[int]], policy: str) -> None:
-    """With the eighth token the seventh has a position, the 257th.
-
-    The prompt has 250 tokens, and the newest token has no position yet.
-    """
-    prompt = prompts[LENGTHS.index(250)]
-    choices = streamed(server, 20, prompt=prompt, max_tokens=1700, rope={"policy": policy})
-    ropes = [each["rope"] for each in choices]
-    assert [each["factor"] for each in ropes] == [1] * 7 + [2] * 13
-    assert [each["rope_type"] for each in ropes] == ["default"] * 7 + ["yarn"] * 13
-    assert [each["rescaled"] for each in ropes] == [0] * 7 + [1] * 13
-    assert {each["policy"] for each in ropes} == {policy}

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from tests.server.api.asking import asked
 from tests.servers.processes import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
@@ -17,12 +18,8 @@ def said(server: Server, api: str, **changes: Any) -> tuple[str, Any]:
     """The text of an answer and its rope."""
     limit = {"max_output_tokens" if api == "responses" else "max_tokens": 24}
     given = {"input" if api == "responses" else "messages": MESSAGES}
-    path = {"chat": "/v1/chat/completions"}.get(api, f"/v1/{api}")
-    answer = httpx.post(
-        f"{server.url}{path}", json={**given, **limit, **OPTIONS, **changes}, timeout=60
-    )
-    answer.raise_for_status()
-    found = answer.json()
+    route = "chat/completions" if api == "chat" else api
+    found = asked(server, route, **given, **limit, **OPTIONS, **changes)
     if api == "chat":
         return found["choices"][0]["message"]["content"], found["choices"][0]["rope"]
     content = found["content"] if api == "messages" else found["output"][0]["content"]

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from ropewalk.server.api.completion_schema import CompletionRequest
 from ropewalk.server.turns.chat_schema import ChatRequest
 from tests.checkpoints.other_vocabularies import MARKERS, NUM_TOKENS, resized
+from tests.server.api import asking
 from tests.server.fuzz.fuzz_bodies import limits
-from tests.servers.processes import Server, running_server, without_replicas
-
-pytestmark = without_replicas
+from tests.servers.processes import Server, running_server
 
 FEWER_ROWS, MORE_ROWS = NUM_TOKENS - 8, NUM_TOKENS + 150
 WITHOUT_ROWS = ("precated", "ose", "leg", " res", "fact", "riter", " temp")  # the last tokens
@@ -112,22 +111,16 @@ def post(server: Server, route: str, **body: Any) -> httpx.Response:
 
 
 def streamed(server: Server, **fields: Any) -> str:
-    """The text of a stream, which must end as streams do."""
-    body = {"prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "stream": True, **fields}
-    text, lines = "", httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
-    events = [each[6:] for each in lines.splitlines() if each.startswith("data: ")]
-    assert events.pop() == "[DONE]", lines
-    for each in events:
-        text += json.loads(each)["choices"][0]["text"]
-    return text
+    """The text of a stream, none of whose events is an error."""
+    body = {"prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, **fields}
+    events = asking.streamed(server, "completions", **body)
+    return "".join(each["choices"][0]["text"] for each in events)
 
 
 def text_of(server: Server, **fields: Any) -> str:
     """The text of a greedy completion."""
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, **fields}
-    answer = post(server, "completions", **body)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return str(asking.asked(server, "completions", **body)["choices"][0]["text"])
 
 
 def test_a_choice_is_spelt_with_the_tokens_that_the_model_has(unequal: Server) -> None:
@@ -155,8 +148,7 @@ def test_end_tokens_and_markers_without_rows_are_left_out(unequal: Server) -> No
     """The checkpoint has an end token behind all rows, and a chat may bar the marker of calls."""
     assert text_of(unequal, min_tokens=5) == text_of(unequal)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
-    answer = post(unequal, "chat/completions", **chat, tools=[TOOL], tool_choice="none")
-    assert answer.status_code == 200, answer.text
+    asking.asked(unequal, "chat/completions", **chat, tools=[TOOL], tool_choice="none")
 
 
 class Neighbours:

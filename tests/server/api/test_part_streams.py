@@ -2,21 +2,19 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ropewalk.model_runtime.engine.admission import Places
-from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
-from ropewalk.server.api.output_queue import KEEP_ALIVE, OutputQueue, Submission
+from ropewalk.model_runtime.request import FinishReason, Output
+from ropewalk.server.api.output_queue import KEEP_ALIVE
 from ropewalk.server.api.turn_request import TurnRequest
 from ropewalk.server.turns.message_schema import MessagesRequest
 from ropewalk.server.turns.messages import MessageAnswer
 from ropewalk.server.turns.part_answer import EventAnswer
 from ropewalk.server.turns.response_schema import ResponsesRequest
 from ropewalk.server.turns.responses import ResponseAnswer
-from tests.server.api.test_stream_events import PLACEMENT, PROMPT_IDS, Outputs, sent_by
+from tests.server.api.test_stream_events import PLACEMENT, Outputs, sent_by, submitted
 
 USER = {"role": "user", "content": "a"}
 BODIES: dict[str, tuple[type[EventAnswer[Any]], Any]] = {
@@ -28,23 +26,10 @@ BODIES: dict[str, tuple[type[EventAnswer[Any]], Any]] = {
 }
 
 
-def answer_of(
-    api: str, keep_alive_s: float = 0.0, interval: int = 1
-) -> tuple[EventAnswer[Any], Outputs]:
+def answer_of(api: str, keep_alive_s: float = 0.0) -> tuple[EventAnswer[Any], Outputs]:
     """A streamed answer, and the engine behind it. Needs a running loop."""
     answer_type, body = BODIES[api]
-    queue = OutputQueue()
-    engine = Outputs(queue)
-    service: Any = SimpleNamespace(settings=SimpleNamespace(sse_keep_alive_seconds=keep_alive_s))
-    submission = Submission(
-        engine,  # type: ignore[arg-type]  # as much of it as a submission uses
-        queue,
-        [Request("id-0", PROMPT_IDS, SamplingParams(), PLACEMENT)],
-        0.0,
-        Places(1),
-        max_unread=1000,
-        stream_interval=interval,
-    )
+    service, submission, engine = submitted(keep_alive_s=keep_alive_s)
     asked = TurnRequest.model_construct(max_tokens=9, stream=True)
     return answer_type(service, submission, asked, None, body), engine
 
@@ -63,7 +48,7 @@ def test_a_failure_after_the_first_byte_is_an_event(api: str) -> None:
 
     async def check() -> list[bytes]:
         answer, engine = answer_of(api)
-        return await sent_by(answer, engine, [[said], [failed]])  # type: ignore[arg-type]
+        return await sent_by(answer, engine, [[said], [failed]])
 
     events = events_of(asyncio.run(check()))
     told = "The request failed: out of chalk."

@@ -1,16 +1,16 @@
 """Position methods over HTTP: deployments, requests, answers and metrics."""
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.api.asking import asked, refused
+from tests.server.api.test_completions import needle_prompt
 from tests.servers.metrics import samples_of, total
-from tests.servers.processes import Server, run_here, running_server
+from tests.servers.processes import Server, running_server
 
 _METHODS = {"rerope": {"window": 64}, "self_extend": {"window": 64, "group": 16}}
 _METHODS |= {"dual_chunk": {"chunk_size": 192, "local_size": 64}}
@@ -32,54 +32,36 @@ def placed() -> Iterator[Server]:
         yield server
 
 
-def complete(server: Server, **body: Any) -> httpx.Response:
+def complete(server: Server, **body: Any) -> Any:
     """A greedy completion."""
-    body = {"temperature": 0, "max_tokens": 8, **body}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-
-
-def needle(server: Server, num_tokens: int) -> list[int]:
-    """A definition, library code and the question, in tokens."""
-
-    def tokens_of(text: str) -> list[int]:
-        answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text})
-        tokens: list[int] = answer.json()["tokens"]
-        return tokens
-
-    filling = tokens_of(Path(os.__file__).read_text())[1:]
-    first, last = tokens_of("PORT_4821 = 93175\n"), tokens_of("\nprint(PORT_4821)  # -> ")[1:]
-    return first + filling[: num_tokens - len(first) - len(last)] + last
+    return asked(server, "completions", temperature=0, max_tokens=8, **body)
 
 
 @pytest.mark.parametrize("name", _METHODS)
 def test_an_answer_reports_the_method_which_may_be_sent_back(placed: Server, name: str) -> None:
     """Beyond L the answer has the method and its parameters, and within L none."""
-    prompt = needle(placed, 900)
-    answer = complete(placed, model=name, prompt=prompt).json()
+    prompt = needle_prompt(placed, 900)
+    answer = complete(placed, model=name, prompt=prompt)
     rope = answer["choices"][0]["rope"]
     assert (rope["rope_type"], rope["factor"], rope["policy"]) == ("default", 1.0, "by_position")
     positions = rope["positions"]
     assert positions.pop("temperature_factor", 1.0) == 1.0
     assert positions == {"method": name, **_METHODS[name]}
-    again = complete(placed, model=name, prompt=prompt, rope=rope).json()
+    again = complete(placed, model=name, prompt=prompt, rope=rope)
     assert again["choices"][0]["text"] == answer["choices"][0]["text"]
-    short = complete(placed, model=name, prompt=prompt[:100]).json()["choices"][0]
+    short = complete(placed, model=name, prompt=prompt[:100])["choices"][0]
     assert "positions" not in short["rope"]
 
 
 def test_a_request_names_an_allowed_method_or_gets_400(placed: Server) -> None:
     """The parameters are the server's; both numbers are in the refusal."""
-    prompt = needle(placed, 500)
+    prompt = needle_prompt(placed, 500)
     answer = complete(placed, model="yarn", prompt=prompt, rope={"positions": {"method": "rerope"}})
-    assert answer.json()["choices"][0]["rope"]["positions"] == {"method": "rerope", "window": 128}
-    asked = {"positions": {"method": "rerope", "window": 32}}
-    refused = complete(placed, model="yarn", prompt=prompt, rope=asked)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "rope.positions.window")
+    assert answer["choices"][0]["rope"]["positions"] == {"method": "rerope", "window": 128}
+    rope = {"positions": {"method": "rerope", "window": 32}}
+    error = refused(placed, "completions", model="yarn", prompt=prompt, max_tokens=8, rope=rope)
+    assert error["param"] == "rope.positions.window"
     assert "must be 128, as the server has it. Given: 32" in error["message"]
-    refused = complete(placed, model="yarn", prompt=prompt, rope={"positions": {"method": "sinks"}})
-    assert refused.status_code == 400
-    assert "must be one of rerope (allowed_positions)" in refused.json()["error"]["message"]
 
 
 def test_models_and_metrics_name_the_method(placed: Server) -> None:
@@ -94,16 +76,3 @@ def test_models_and_metrics_name_the_method(placed: Server) -> None:
     applied = {"rope_type": "default+rerope", "factor": "1"}
     assert total(samples_of(placed), "ropewalk_requests_total", **ended, **applied) > 0
     assert "positions      rerope, window 64" in placed.banner
-
-
-def test_a_bad_parameter_ends_the_command_with_both_numbers(tmp_path: Path) -> None:
-    """Exit code 2 and one sentence, before anything is loaded."""
-    block = {"positions": {"method": "dual_chunk", "chunk_size": 192, "local_size": 32}}
-    file = tmp_path / "ropewalk.yaml"
-    file.write_text(json.dumps({"rope_scaling": block}))
-    ended = run_here("config", "check", str(file))
-    assert ended.returncode == 2
-    assert (
-        "rope_scaling: positions.chunk_size: minus local_size is 160, which must be a multiple of "
-        "the page size (64)"
-    ) in ended.stderr

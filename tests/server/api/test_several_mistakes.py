@@ -1,12 +1,11 @@
 """A refusal names all mistakes of a body, at most ten."""
 
-import json
 from typing import Any
 
-import httpx
 import pytest
 
 from ropewalk.server.api.strict_body import given
+from tests.server.api.asking import refused
 from tests.server.api.test_bad_input import post
 from tests.servers.processes import Server
 
@@ -21,9 +20,7 @@ def test_a_field_of_the_other_route_is_told_its_route(server: Server) -> None:
             "`prompt` (`messages` is a field of /v1/chat/completions",
         ),
     ):
-        refused = httpx.post(f"{server.url}/v1/{path}", json=body)
-        assert refused.status_code == 400
-        assert f"is not supported, use {told})" in refused.json()["error"]["message"]
+        assert f"is not supported, use {told})" in refused(server, path, **body)["message"]
 
 
 def test_a_given_text_is_told_whole_up_to_64_characters() -> None:
@@ -84,7 +81,7 @@ def test_mistakes_in_several_items_are_told_at_once(
 ) -> None:
     """A list does not end at its first wrong item, and equal sentences are reported once."""
     body = {**body, "foo": 1} if route.startswith("chat") else body
-    error = httpx.post(f"{server.url}/v1/{route}", json=body).json()["error"]
+    error = refused(server, route, **body)
     starts = [" ".join(each.split()[:2]) for each in error["message"].split("; `")]
     told = [each.removeprefix("`") if at else each for at, each in enumerate(told)]
     assert starts[: len(told)] == told
@@ -94,7 +91,7 @@ def test_mistakes_in_several_items_are_told_at_once(
 def test_at_most_ten_problems_are_reported(server: Server) -> None:
     """Ten unknown fields leave room for a wrong value, which comes first."""
     body = {"prompt": "a", "top_p": 2, **{f"field{at}": 1 for at in range(30)}}
-    told = post(server, json.dumps(body)).json()["error"]["message"].split("; ")
+    told = refused(server, "completions", **body)["message"].split("; ")
     assert len(told) == 10
     assert told[0] == "`top_p` must be at most 1. Given: 2"
     assert told[-1] == "`field8` is not a field of this body, remove it"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.api.asking import streamed
 from tests.servers.processes import Server, running_server
 
 pytestmark = pytest.mark.alone
@@ -24,20 +25,6 @@ def slow() -> Iterator[Server]:
     arguments = (*chunks, "--sse-keep-alive-seconds", str(KEEP_ALIVE_S))
     with running_server(*arguments) as running:
         yield running
-
-
-def lines_of(server: Server, body: dict[str, Any], route: str = "completions") -> list[str]:
-    """Every line of a stream, empty ones left out."""
-    with httpx.stream("POST", f"{server.url}/v1/{route}", json=body, timeout=60) as answer:
-        assert answer.status_code == 200, answer.read()
-        return [line for line in answer.iter_lines() if line]
-
-
-def events_of(lines: list[str]) -> list[dict[str, Any]]:
-    """The JSON events."""
-    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert found[-1] == "[DONE]"
-    return [json.loads(each) for each in found[:-1]]
 
 
 def test_headers_keep_proxies_from_buffering(slow: Server) -> None:
@@ -75,15 +62,6 @@ def test_a_byte_comes_early_and_comments_until_the_first_token(slow: Server) -> 
     assert longest_silence < arrivals[-1] / 2
 
 
-def test_zero_means_no_comments(server: Server) -> None:
-    """The default is fifteen seconds, which no request of this test reaches."""
-    body = {"prompt": [7] * 1500, "max_tokens": 2, "stream": True, "cache_salt": "quiet"}
-    assert not [line for line in lines_of(server, body) if "keep-alive" in line]
-    from ropewalk.server.settings.load import load_settings
-
-    assert load_settings({}).sse_keep_alive_seconds == 15
-
-
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
     """Each chunk sends llama.cpp's fields: total, cached, processed, milliseconds."""
@@ -92,8 +70,8 @@ def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
     said: dict[str, Any] = {"prompt": text}
     if route != "completions":
         said = {"messages": [{"role": "user", "content": text}]}
-    body = {**said, "max_tokens": 3, "stream": True, "return_progress": True, "cache_salt": route}
-    events = events_of(lines_of(slow, body, route))
+    body = {**said, "max_tokens": 3, "return_progress": True, "cache_salt": route}
+    events = streamed(slow, route, **body)
     told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     assert all(event["choices"] == [] for event in events if "prompt_progress" in event)
     totals = {each["total"] for each in told}
@@ -107,29 +85,13 @@ def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
     first_text = next(index for index, event in enumerate(events) if event["choices"])
     assert not any("prompt_progress" in event for event in events[first_text:])
 
-    again = events_of(lines_of(slow, body, route))
+    again = streamed(slow, route, **body)
     told = [event["prompt_progress"] for event in again if "prompt_progress" in event]
     assert told[0]["cache"] >= total - 32
     assert told[-1]["processed"] == total
 
 
-def test_progress_says_which_prompt(slow: Server) -> None:
-    """Several answers to one prompt share its progress."""
-    body = {
-        "prompt": [[7] * 200, [9] * 100],
-        "n": 2,
-        "max_tokens": 1,
-        "stream": True,
-        "return_progress": True,
-        "cache_salt": "several",
-    }
-    events = events_of(lines_of(slow, body))
-    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
-    assert {(each["index"], each["total"]) for each in told} == {(0, 200), (1, 100)}
-    assert {event["choices"][0]["index"] for event in events if event["choices"]} == {0, 1, 2, 3}
-
-
 def test_without_it_there_is_no_progress(slow: Server) -> None:
     """Events without requested progress have no field for it."""
-    body = {"prompt": [7] * 100, "max_tokens": 2, "stream": True, "cache_salt": "none"}
-    assert not any("prompt_progress" in line for line in lines_of(slow, body))
+    body = {"prompt": [7] * 100, "max_tokens": 2, "cache_salt": "none"}
+    assert not any("prompt_progress" in each for each in streamed(slow, "completions", **body))

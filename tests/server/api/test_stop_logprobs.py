@@ -60,32 +60,6 @@ def test_completions_end_everything_at_one_place(
         assert streamed == getattr(choice.logprobs, name)
 
 
-def test_chat_ends_everything_at_one_place(openai_client: openai.OpenAI) -> None:
-    """The bytes of the reported tokens are those of the content, in every piece of a stream."""
-    options: dict[str, Any] = {
-        **GREEDY, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40,
-        "logprobs": True,
-    }  # fmt: skip
-    whole = openai_client.chat.completions.create(**options).choices[0].message.content or ""
-    stop = whole[8:11]
-    choice = openai_client.chat.completions.create(**options, stop=[stop, "zzz"]).choices[0]
-    assert choice.message.content == whole[: whole.index(stop)]
-    assert choice.logprobs is not None
-    entries = choice.logprobs.content or []
-    assert (choice.message.content or "").startswith("".join(each.token for each in entries[:-1]))
-    assert "".join(entry.token for entry in entries).startswith(choice.message.content or "")
-    sent = ""
-    streamed = []
-    for chunk in openai_client.chat.completions.create(**options, stop=[stop, "zzz"], stream=True):
-        piece = chunk.choices[0]
-        assert piece.logprobs is not None
-        streamed += piece.logprobs.content or []
-        sent += piece.delta.content or ""
-        told = "".join(entry.token for entry in streamed)
-        assert told.startswith(sent)
-    assert streamed == entries
-
-
 def test_the_best_are_chosen_by_all_generated_tokens(openai_client: openai.OpenAI) -> None:
     """An answer that is empty because of its stop string is a candidate like any other."""
     found = openai_client.completions.create(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.server.api.tools.scripted import Scripted, saying
@@ -157,26 +156,3 @@ def test_the_operators_bound_is_the_default_and_the_most() -> None:
         error = server.post(path, BODIES[path]).json()["error"]
         assert (error["code"], error["param"]) == ("request_timeout", None)
         assert error["message"].endswith("(max_request_seconds).")
-
-
-def test_openais_client_gets_its_own_error_at_once(slow: Scripted) -> None:
-    """It would repeat a 408 twice otherwise."""
-    num_asked = 0
-
-    async def count(_: httpx.Request) -> None:
-        nonlocal num_asked
-        num_asked += 1
-
-    async def ask() -> None:
-        async with slow.http() as http:
-            http.event_hooks = {"request": [count]}
-            client = openai.AsyncOpenAI(
-                base_url="http://scripted/v1", api_key="none", http_client=http
-            )
-            asked = {"model": "ropewalk-demo", "extra_body": {"max_time": 1e-6}, **CHAT}
-            with pytest.raises(openai.APIStatusError) as raised:
-                await client.chat.completions.create(**asked)
-            assert raised.value.status_code == 408
-
-    asyncio.run(ask())
-    assert num_asked == 1

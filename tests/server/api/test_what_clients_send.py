@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import openai
 import pytest
 
-from tests.server.api.test_foreign_fields import BODIES, BOTH, events, post, text_of
+from tests.server.api.test_foreign_fields import BOTH, events, post
 from tests.server.api.tools.scripted import saying
 from tests.servers.processes import Server
 from tests.servers.tool_templates import HERMES
@@ -76,15 +75,3 @@ def test_a_call_without_arguments_has_no_text_of_them(arguments: str) -> None:
             for text in (arguments, "{}")
         ]
     assert counts[0] == counts[1]
-
-
-def test_fourteen_stop_strings_end_an_answer(server: Server) -> None:
-    """As many as an editor's completion sends; the one that comes first ends the text."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    plain = text_of(post(server, "completions")[0])
-    stops = [f"never {number}" for number in range(13)]
-    found = client.completions.create(
-        model="ropewalk-demo", stop=[*stops, plain[5:8]], **BODIES["completions"]
-    )
-    assert found.choices[0].text == plain[: plain.find(plain[5:8])]
-    assert found.choices[0].finish_reason == "stop"

@@ -13,7 +13,7 @@ import pytest
 
 from ropewalk.server.middleware.auth import OPEN_PATHS
 from ropewalk.server.playground.docs_page import address_of, render
-from ropewalk.server.playground.schema_words import example, field_rows, kind
+from ropewalk.server.playground.schema_words import field_rows
 from tests.servers.processes import Server, running_server
 
 POLICY = r"default-src 'none'; style-src 'sha256-[\w+/=]{44}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # noqa: E501  # one header
@@ -186,29 +186,6 @@ def test_names_cannot_leave_their_place() -> None:
 def test_the_address_of_the_examples_is_a_host_or_the_default(host: str, address: str) -> None:
     """A client's header cannot put a command or markup into the page."""
     assert address_of("https", host, "/rope/") == address
-
-
-def test_schemas_are_told_in_words_and_by_example() -> None:
-    """Types, limits and defaults are those of the schema; an example has the required fields."""
-    schema = {
-        "type": "object",
-        "required": ["a", "b"],
-        "properties": {
-            "a": {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "null"}], "examples": [3]},
-            "b": {"type": "array", "items": {"$ref": "#/components/schemas/Part"}},
-            "c": {"enum": ["x", "y"], "default": "x"},
-        },
-    }
-    rows = {row.name: row for row in field_rows(schema)}
-    assert (rows["a"].kind, rows["a"].limits, rows["a"].is_required) == (
-        "integer or null",
-        ">= 3",
-        True,
-    )
-    assert rows["b"].kind == "list of {Part}"
-    assert (rows["c"].kind, rows["c"].default) == ('"x" or "y"', '"x"')
-    assert kind({}) == "any value"
-    assert example(schema, {"Part": {"type": "boolean"}}) == {"a": 3, "b": [True]}
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")

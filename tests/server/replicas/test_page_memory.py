@@ -26,16 +26,6 @@ def test_the_end_of_a_prefix_goes_before_its_start() -> None:
     assert memory.match(second) == 3
 
 
-def test_a_prompt_longer_than_the_cache_leaves_its_start() -> None:
-    """Nothing else fits; a cache without pages remembers nothing."""
-    memory = PageMemory(4)
-    memory.note(prompt_of(1, 9).keys)
-    assert len(memory) == memory.match(prompt_of(1, 9).keys) == 4
-    empty = PageMemory(0)
-    empty.note(prompt_of(1, 9).keys)
-    assert len(empty) == 0
-
-
 @given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12))))
 def test_the_memory_keeps_its_bound_after_anything(
     max_pages: int, notes: list[tuple[int, int]]

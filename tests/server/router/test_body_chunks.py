@@ -70,11 +70,11 @@ def test_a_body_without_a_prompt_has_no_keys(body: bytes) -> None:
     assert (found.num_tokens, found.keys) == (0, ())
 
 
-@pytest.mark.parametrize("depth", range(300, 1100, 10))
-def test_deep_values_are_no_error(depth: int) -> None:
+@pytest.mark.parametrize("name", [b"messages", b"model", b"tools"])
+def test_deep_values_are_no_error(name: bytes) -> None:
     """Python reads some depths that it cannot write."""
-    deep = b"[" * depth + b"]" * depth
-    for name in (b"messages", b"model", b"tools"):
+    for depth in range(300, 1100, 10):
+        deep = b"[" * depth + b"]" * depth
         assert chunks_of(b'{"%s": %s}' % (name, deep), b"").chunk_size == 32
 
 

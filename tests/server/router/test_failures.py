@@ -1,27 +1,20 @@
-"""Servers that fail without ending: cut off, slow, or replaced while streams run."""
+"""Servers that a network cuts off while streams run."""
 
 import os
 import shutil
-import signal
 import subprocess
-import threading
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.doubles.waiting import wait_until
 from tests.server.router.in_namespace import MODULE, VARIABLE
-from tests.server.router.restarted import restarted
 from tests.server.router.test_route import (
     FLAGS,
     HASTY,
     PATHS,
-    ROUTER,
     alone,
     begun,
     body_for,
@@ -97,47 +90,3 @@ def test_streams_go_on_when_the_network_drops_all_packets(monkeypatch: pytest.Mo
             assert metric(url, 'continued_total{outcome="ok"}') > 0
             assert metric(url, 'continued_total{outcome="diverged"}') == 0
             wait_until(lambda: metric(url, 'servers{state="ready"}') == 2)
-
-
-@pytest.mark.long
-def test_a_newer_version_replaces_servers_while_streams_run() -> None:
-    """One server after another ends by SIGTERM and begins with another fingerprint."""
-    # It decides other answers' bytes than those of this test.
-    newer = ("--reasoning", "inline")
-    is_over = threading.Event()
-    asked = [(path, body_for(path, number, 400)) for number in range(2) for path in PATHS]
-
-    def stream(url: str, request: tuple[str, dict[str, Any]]) -> list[list[bytes]]:
-        """The events of one stream after the other, until the servers are replaced."""
-        found = []
-        while not is_over.is_set():
-            answer = httpx.post(url + request[0], json=request[1], timeout=120)
-            assert answer.status_code == 200, answer.text
-            found.append(events(answer.content))
-        return found
-
-    with restarted(3, *FLAGS) as servers:
-        expected = alone(servers[0].server, asked)
-        urls = [each.url for each in servers]
-        with (
-            routed(*urls, flags=(*ROUTER, "--routing", "least_loaded"), num_ready=3) as url,
-            ThreadPoolExecutor(len(asked)) as pool,
-        ):
-            streams = [pool.submit(stream, url, each) for each in asked]
-            try:
-                for number, each in enumerate(servers, 1):
-                    each.end(signal.SIGTERM)
-                    each.start(*newer)
-                    num_ready = 2 if number < 3 else 3
-                    refused = 1 if number < 3 else 0
-                    wait_until(lambda num=num_ready: metric(url, 'servers{state="ready"}') == num)
-                    name = 'refused_servers{reason="fingerprint"}'
-                    wait_until(lambda num=refused, name=name: metric(url, name) == num)
-            finally:
-                is_over.set()
-            for each, wanted in zip(streams, expected, strict=True):
-                found = each.result()
-                assert found
-                assert all(one == wanted for one in found)
-            assert metric(url, 'continued_total{outcome="diverged"}') == 0
-            assert metric(url, 'continued_total{outcome="given_up"}') == 0

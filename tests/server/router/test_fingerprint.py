@@ -7,14 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError
-from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.server.api.service import Fingerprint
-from ropewalk.server.router.fleet.facts import Facts, difference, facts_of, why_none_goes_on
-from ropewalk.server.settings.load import load_settings
-from ropewalk.server.startup import fingerprint
-from ropewalk.server.startup.load_service import load_service
+from ropewalk.server.router.fleet.facts import Facts, facts_of, why_none_goes_on
 from tests.doubles.waiting import wait_until
 from tests.server.router.test_route import FLAGS, KEY, ROUTER, metric
 from tests.servers.processes import Server, running_server, without_replicas
@@ -102,27 +96,6 @@ def test_fingerprints_count_with_a_key_only(*, has_key: bool) -> None:
     assert (first.served == served.served) != has_key
     assert first.served == computed.served, "such a server takes requests"
     assert (first == computed) != has_key, "but no stream of the first one"
-
-
-def test_the_difference_names_listing_or_fingerprint() -> None:
-    one, other = Facts("a", ("1234567890", "same")), Facts("a", ("abcdefghij", "same"))
-    reason, told = difference(one.served, other.served)
-    assert reason == "fingerprint"
-    assert "12345678 and that of most servers abcdefgh:" in told
-    assert difference(one.served, Facts("b").served)[0] == "listing"
-
-
-def test_a_load_ends_without_a_service_if_the_weights_cannot_be_hashed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A start anew is better than a server that no router takes."""
-
-    def fail(*_: object) -> Fingerprint:
-        raise ChangedError("model.safetensors has changed since it was loaded")
-
-    monkeypatch.setattr(fingerprint, "make_fingerprint", fail)
-    with pytest.raises(ModelError, match=r"hashed for router_key: model\.safetensors has changed"):
-        load_service(load_settings({"router_key": KEY}))
 
 
 def test_a_stream_that_cannot_go_on_elsewhere_is_told_why() -> None:

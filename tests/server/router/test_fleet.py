@@ -17,21 +17,17 @@ from ropewalk.server.router.upstream import Exchange, LostError, Pool, Target
 from ropewalk.server.settings.route_settings import RouteSettings
 from tests.server.router.other_server import OtherServer, other_server
 
-KEY = "a-key-of-the-router"
 NOTHING = TextChunks(0, 32, ())
 
 
 @asynccontextmanager
-async def watched(
-    *urls: str, silence_s: float = 5.0, router_key: str | None = None
-) -> AsyncIterator[Fleet]:
+async def watched(*urls: str, silence_s: float = 5.0) -> AsyncIterator[Fleet]:
     """A fleet that looks every twentieth of a second."""
     fleet = Fleet(
         RouteSettings(
             servers=urls,
             check_seconds=0.05,
             silence_seconds=silence_s,
-            router_key=router_key,
         )
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -118,37 +114,6 @@ def test_the_majority_decides_what_is_served() -> None:
     run(test)
 
 
-def test_a_new_majority_is_logged_for_each_server_that_it_refuses() -> None:
-    """The line names what the server differs from now, not from the version before."""
-
-    async def test() -> None:
-        with (
-            other_server() as other,
-            other_server() as first,
-            other_server() as second,
-            structlog.testing.capture_logs() as lines,
-        ):
-            for server, served in ((other, "x" * 8), (first, "y" * 8), (second, "z" * 8)):
-                server.models = {"object": "list", "data": [{"id": "a", "fingerprint": served}]}
-            async with watched(first.url, router_key=KEY) as fleet:
-                await until(lambda: bool(fleet.usable))
-                targets = [
-                    Target("127.0.0.1", each.port, f"127.0.0.1:{each.port}")
-                    for each in (other, second)
-                ]
-                fleet.tell(targets)
-                await until(lambda: fleet.refused()["fingerprint"] == 2)
-                first.models["data"][0]["fingerprint"] = "x" * 8
-                fleet.servers[first.url].facts = None
-                await until(lambda: {*fleet.choice.replicas} == {other.url, first.url})
-        told = [each["why"] for each in lines if each["event"] == "server_refused"]
-        assert len(told) == 3
-        assert "z" * 8 in told[-1]
-        assert "x" * 8 in told[-1]
-
-    run(test)
-
-
 def test_a_doubtful_server_keeps_its_vote_until_it_is_asked() -> None:
     """Else one broken connection would change over to the other version."""
 
@@ -172,49 +137,6 @@ def test_a_doubtful_server_keeps_its_vote_until_it_is_asked() -> None:
     run(test)
 
 
-def test_servers_that_compute_differently_are_logged_once() -> None:
-    async def test() -> None:
-        with (
-            other_server() as first,
-            other_server() as second,
-            structlog.testing.capture_logs() as lines,
-        ):
-            for each in (first, second):
-                entry = {"id": "a", "fingerprint": "f", "arithmetic": each.url}
-                each.models = {"object": "list", "data": [entry]}
-            async with watched(first.url, second.url, router_key=KEY) as fleet:
-                await until(lambda: len(fleet.usable) == 2)
-                fleet.doubt(fleet.servers[first.url], "a connection broke")
-                await until(lambda: len(fleet.usable) == 2)
-        assert [each["event"] for each in lines].count("servers_compute_differently") == 1
-
-    run(test)
-
-
-def test_a_server_that_never_was_ready_is_told_of_once() -> None:
-    """One refuses connections, and one is another program. The second becomes ready later."""
-
-    async def test() -> None:
-        with other_server() as server, structlog.testing.capture_logs() as lines:
-            server.is_ready = False
-            async with watched("http://127.0.0.1:9", server.url) as fleet:
-                other = fleet.problems
-                await until(lambda: other().get(server.url) == "its /ready answers 503")
-                await until(lambda: "cannot connect" in other().get("http://127.0.0.1:9", ""))
-                server.is_ready = True
-                await until(lambda: bool(fleet.usable))
-                assert list(other()) == ["http://127.0.0.1:9"]
-        told = [each for each in lines if each["event"] == "server_not_ready"]
-        assert {each["server"]: each["log_level"] for each in told} == {
-            "http://127.0.0.1:9": "warning",
-            server.url: "warning",
-        }
-        assert len(told) == 2
-        assert all(each["why"].startswith(("cannot connect", "its /ready")) for each in told)
-
-    run(test)
-
-
 def test_without_a_server_a_request_waits_and_is_told() -> None:
     """One that comes meanwhile takes it."""
 
@@ -233,27 +155,6 @@ def test_without_a_server_a_request_waits_and_is_told() -> None:
                 waited = await waiting
                 assert waited is None or waited.name == server.url
                 assert fleet.choice.num_open == 1 + (waited is not None)
-
-    run(test)
-
-
-def test_the_first_look_ends_with_a_check_of_each_server() -> None:
-    """It does not wait for servers that were not ready then."""
-
-    async def test() -> None:
-        with other_server() as server, other_server() as other:
-            server.is_ready, other.is_hashing = False, True
-            async with watched("http://a..b", server.url, other.url) as fleet:
-                looking = asyncio.ensure_future(fleet.first_look(30))
-                await until(lambda: server.url in fleet.servers)
-                await until(lambda: not fleet.servers[server.url].is_new)
-                assert not looking.done()
-                await fleet.first_look(0.01)
-                other.is_ready = other.is_hashing = False
-                await looking
-                await until(lambda: fleet.states()[other.url] != "ready")
-                async with asyncio.timeout(10):
-                    await fleet.first_look(30)
 
     run(test)
 
@@ -293,6 +194,26 @@ def test_streams_of_a_server_that_accepts_no_connection_are_lost(
     run(test)
 
 
+def test_a_server_whose_fingerprint_is_not_there_yet_is_told_of() -> None:
+    """Its hash of large weights takes longer than a check waits; afterwards it takes requests."""
+
+    async def test() -> None:
+        with other_server() as server, structlog.testing.capture_logs() as lines:
+            server.is_hashing = True
+            async with watched(server.url, silence_s=0.2) as fleet:
+                await until(lambda: fleet.refused()["pending"] == 1)
+                await asyncio.sleep(0.5)
+                assert not fleet.usable
+                server.is_hashing = False
+                await until(lambda: bool(fleet.usable))
+                assert not any(fleet.refused().values())
+        told = [each["why"] for each in lines if each["event"] == "server_refused"]
+        assert len(told) == 1
+        assert "/v1/models does not answer" in told[0]
+
+    run(test)
+
+
 def test_a_check_that_fails_by_itself_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Fleet._learn
     num_failed = 0
@@ -311,25 +232,5 @@ def test_a_check_that_fails_by_itself_is_made_again(monkeypatch: pytest.MonkeyPa
             async with watched(server.url) as fleet:
                 await until(lambda: bool(fleet.usable))
         assert num_failed > 1
-
-    run(test)
-
-
-def test_a_server_whose_fingerprint_is_not_there_yet_is_told_of() -> None:
-    """Its hash of large weights takes longer than a check waits; afterwards it takes requests."""
-
-    async def test() -> None:
-        with other_server() as server, structlog.testing.capture_logs() as lines:
-            server.is_hashing = True
-            async with watched(server.url, silence_s=0.2) as fleet:
-                await until(lambda: fleet.refused()["pending"] == 1)
-                await asyncio.sleep(0.5)
-                assert not fleet.usable
-                server.is_hashing = False
-                await until(lambda: bool(fleet.usable))
-                assert not any(fleet.refused().values())
-        told = [each["why"] for each in lines if each["event"] == "server_refused"]
-        assert len(told) == 1
-        assert "/v1/models does not answer" in told[0]
 
     run(test)

@@ -76,11 +76,6 @@ def events(data: bytes) -> list[bytes]:
     return [_IDS.sub(b"", re.sub(rb'"cached_tokens": ?[0-9]+', b"", each)) for each in found]
 
 
-def by_choice(found: list[bytes]) -> list[bytes]:
-    """Events in the order of their choices; those of one choice stay in turn."""
-    return sorted(found, key=lambda each: re.findall(rb'"choices":\[\{"index":[0-9]+', each))
-
-
 def running(server: Server) -> float:
     """The requests that a server computes."""
     return total(samples_of(server), "ropewalk_requests_running")
@@ -293,28 +288,6 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
         assert events(each.data) == wanted
 
 
-def test_choices_go_on_beside_other_requests(servers: list[Server]) -> None:
-    """The server that goes on starts one choice long after the other one."""
-    asked = [(path, {**body_for(path, 1), "n": 2}) for path in PATHS[:2]]
-    expected = alone(servers[0], asked)
-    with (
-        serving("--max-num-seqs", "1") as narrow,
-        routed(servers[0].url, narrow.url, flags=HASTY, num_ready=2) as url,
-    ):
-        for request, wanted in zip(asked, expected, strict=True):
-            assert alone(narrow, [request]) != [wanted]
-            continued = metric(url, 'continued_total{outcome="ok"}')
-            with slowed(servers[0].pid, narrow.pid):
-                (reader,) = begun(url, [request])
-                busy = max(servers[0], narrow, key=running)
-                os.kill(busy.pid, signal.SIGSTOP)
-            reader.join(60)
-            os.kill(busy.pid, signal.SIGCONT)
-            assert by_choice(events(reader.data)) == by_choice(wanted)
-            assert metric(url, 'continued_total{outcome="ok"}') > continued
-            wait_until(lambda: metric(url, 'servers{state="ready"}') == 2)
-
-
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
     with serving() as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
@@ -435,17 +408,3 @@ def test_a_mistake_is_not_sent_again(servers: list[Server]) -> None:
         ]
         refused = [each for each in answers if each.status_code == 400]
         assert len(refused) == other.num_asked > 0
-
-
-def test_a_server_of_another_model_takes_no_requests(servers: list[Server]) -> None:
-    """The larger number of equal servers decides, and a server that is alone decides for itself."""
-    with other_server() as other:
-        other.models = {"object": "list", "data": [{"id": "another-model"}]}
-        urls = (servers[0].url, servers[1].url, other.url)
-        with routed(*urls, num_ready=2) as url:
-            for _ in range(6):
-                body = {"prompt": "import", "max_tokens": 1}
-                assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-            assert not other.num_asked
-        with routed(other.url, num_ready=1) as url:
-            assert httpx.get(f"{url}/v1/models").json() == other.models

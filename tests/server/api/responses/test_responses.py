@@ -239,32 +239,6 @@ def test_every_form_of_a_tool_choice_is_read(choice: Any) -> None:
     assert [item.type for item in none.output] == ["message"]
 
 
-def test_default_fields_of_agents_are_accepted() -> None:
-    """As coding agents send it, read from their sources."""
-    body = {
-        "instructions": "You are an agent.",
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
-        ],
-        "tools": [{**LOOK, "strict": False}, {"type": "web_search"}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "0198",
-        "client_metadata": {"thread": "0198"},
-    }
-    with saying("Yes.") as server:
-        answer = server.post("/v1/responses", body)
-    assert answer.status_code == 200
-    lines = answer.text.splitlines()
-    assert lines[0] == ": open"
-    assert "event: response.created" in lines
-    assert lines[-3] == "event: response.completed"
-
-
 def test_text_is_sent_as_it_is() -> None:
     """Only what UTF-8 cannot hold is escaped: here a lone surrogate of the client's schema."""
     tool = {**LOOK, "output_schema": {"title": "\ud800"}}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from ropewalk.server.turns.chat_schema import ChatRequest
 from tests.oracles.schemas import HOSTILE
 from tests.server.api.tools.scripted import Scripted, saying
 
@@ -43,7 +42,6 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "c"}
 ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
 ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
 PARAMETERS = "tools.0.function.parameters"
-LONG = {"title": "x" * 9000}
 RESULT_ID = "messages.1.tool_call_id"
 NOT_AN_OBJECT = "must be a JSON object as text"
 
@@ -58,7 +56,6 @@ def said(*messages: Any) -> Any:
     [
         ({"tools": [{"type": "custom"}]}, "tools.0.type", "must be function; custom"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name", "must match the pattern"),
-        ({"tools": [F], "guided_regex": "("}, "guided_regex", "`guided_regex`: "),
         (
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "structured_outputs",
@@ -74,11 +71,6 @@ def said(*messages: Any) -> Any:
         (chosen("custom"), "tool_choice.type", "must be function or allowed_tools"),
         (chosen("function"), "tool_choice.function", "is missing: `type` is function"),
         ({"tools": [F], "ignore_eos": True}, "ignore_eos", "cannot be true together with `tools`"),
-        (
-            {"tools": [function(parameters={"type": "object", "not": {}}, strict=True)]},
-            PARAMETERS,
-            "the keyword 'not' is not supported (at '$') (function 'f'; with \"strict\": false",
-        ),
         (
             {"tools": [F, function(name="g", parameters={"type": "array"})]},
             "tools.1.function.parameters",
@@ -99,7 +91,6 @@ def said(*messages: Any) -> Any:
             "must have schemas of at most 65536 bytes together",
         ),
         (said(RESULT), RESULT_ID, 'must name a call of a message before it. Given: "a"'),
-        (said(RESULT, CALLS), RESULT_ID, "must name a call of a message before it"),
         (said({"role": "assistant"}), "messages.1.content", "is missing"),
         (said({"role": "user", "content": None}), "messages.1.content", "must be a string or"),
         (
@@ -134,6 +125,14 @@ def said(*messages: Any) -> Any:
             "differs from `reasoning_content`, give one",
         ),
         (said({"role": "robot", "content": "a"}), "messages.1.role", 'Given: "robot"'),
+        ({"prediction": {"type": "edit", "content": "x"}}, "prediction.type", "must be content"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "is missing"),
+        ({"prediction": {"type": "content", "content": []}}, "prediction.content", "at least 1"),
+        (
+            {"prediction": {"type": "content", "content": "a" * 100_000}},
+            "prediction",
+            "must be at most",
+        ),
         ({"verbosity": "low"}, "verbosity", 'must be "medium", or left out. Given: "low"'),
         ({"service_tier": "flex"}, "service_tier", 'must be "auto" or "default", or left out'),
         ({"modalities": ["text", "audio"]}, "modalities", 'must be ["text"], or left out. Given'),
@@ -184,18 +183,6 @@ def test_a_text_of_json_has_a_limit_of_its_depth(quiet: Scripted, param: str, de
     assert "nested" not in at_limit["message"]
 
 
-@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "response_format"])
-def test_an_error_of_a_running_answer_names_the_field_that_asked(field: str) -> None:
-    """The engine knows the schema, and not the field that it came from."""
-    values = {
-        "guided_json": {"type": "object"},
-        "structured_outputs": {"json": {"type": "object"}},
-        "response_format": {"type": "json_object"},
-    }
-    body = ChatRequest.model_validate({**said(), field: values[field]})
-    assert body.own_name("response_format") == field
-
-
 def test_a_type_of_null_is_a_type_left_out(quiet: Scripted) -> None:
     """Some clients send null for every field that they do not set."""
     said_by = [
@@ -207,32 +194,15 @@ def test_a_type_of_null_is_a_type_left_out(quiet: Scripted) -> None:
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-@pytest.mark.parametrize("name", ["a product", "a doubling", "itself", "no end"])
-def test_a_hostile_schema_is_refused_by_its_function(quiet: Scripted, name: str) -> None:
+def test_a_hostile_schema_is_refused_by_its_function(quiet: Scripted) -> None:
     """Schemas of tools go through the same trial as a `response_format`."""
-    parameters = {"type": "object", "properties": {"a": HOSTILE[name]}}
+    parameters = {"type": "object", "properties": {"a": HOSTILE["a product"]}}
     tools = [F, function(name="hostile", parameters=parameters)]
     answer = quiet.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}
     )
     assert answer.status_code == 400
     assert "(function 'hostile'" in answer.json()["error"]["message"]
-
-
-def test_fields_that_change_nothing_are_accepted(quiet: Scripted) -> None:
-    """Hints of OpenAI's clients, and tools that constrain nothing."""
-    answer = quiet.ask(
-        metadata={"team": "a"},
-        prompt_cache_key="k",
-        prompt_cache_retention="24h",
-        safety_identifier="s",
-        verbosity="medium",
-        reasoning_effort="low",
-        parallel_tool_calls=True,
-        tools=[function(parameters={"not": {}}, strict=False)],
-        extra_body={"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
-    )
-    assert answer.choices[0].message.content == "Yes."
 
 
 def test_an_operator_may_serve_no_tools() -> None:

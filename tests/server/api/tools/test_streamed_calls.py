@@ -1,8 +1,5 @@
 """Calls piece by piece, cut calls, and the most calls of an answer, through openai's client."""
 
-import json
-from typing import Any
-
 import pytest
 
 from tests.server.api.tools.scripted import saying
@@ -16,27 +13,6 @@ from tests.server.api.tools.test_tool_calls import (
     outcomes,
     tool,
 )
-
-
-def calls_of_whole(message: Any) -> list[tuple[str, Any]]:
-    """Names and arguments without the call that is cut."""
-    return [
-        (call.function.name, json.loads(call.function.arguments))
-        for call in message.tool_calls
-        if call.function.arguments.endswith("}")
-    ]
-
-
-@pytest.mark.parametrize("strict", [None, False])
-def test_no_half_of_a_call_is_text_beside_a_whole_one(*, strict: bool | None) -> None:
-    """At every length that max_tokens may have, with a grammar and without."""
-    tools = [tool(strict=strict), tool("clock", strict=strict, zone={"type": "integer"})]
-    ends = (len("Let me see.\n" + CALL), len(BOTH))
-    with saying(BOTH) as server:
-        for length in range(*ends, 9):
-            message = server.ask(tools=tools, max_tokens=length).choices[0].message
-            assert message.content == "Let me see.", length
-            assert calls_of_whole(message)[0] == ("look", {"city": "Paris"})
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

@@ -71,30 +71,6 @@ def test_calls_come_with_the_text_before_them() -> None:
     assert len(set(ids)) == 2
 
 
-def test_a_stream_says_the_same() -> None:
-    """Indices rise, and the last chunk has the reason and an empty delta."""
-    with saying(BOTH) as server:
-        chunks = server.stream(tools=[LOOK, CLOCK], stream_options={"include_usage": True})
-    text, calls, reason = accumulated(chunks)
-    assert (text, reason) == ("Let me see.", "tool_calls")
-    assert [call[1:] for call in calls] == [
-        ["look", '{"city": "Paris"}'],
-        ["clock", '{"zone": 2}'],
-    ]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].delta.role for chunk in chunks[1:-1]] == [None] * (len(chunks) - 2)
-    assert chunks[-2].choices[0].delta.model_dump(exclude_none=True) == {}
-    assert chunks[-1].usage.completion_tokens == len(BOTH) + 1
-
-
-def test_only_a_call_has_no_content() -> None:
-    """Content is null, as with OpenAI."""
-    with saying(CALL) as server:
-        message = server.ask(tools=[LOOK]).choices[0].message
-    assert message.content is None
-    assert calls_of(message) == [("look", {"city": "Paris"})]
-
-
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
@@ -205,16 +181,6 @@ def test_broken_calls_of_free_tools_are_text() -> None:
     assert (found.message.content, found.finish_reason) == (text, "stop")
 
 
-def test_prose_about_the_marker_is_not_held_back() -> None:
-    """The pieces come as they are said."""
-    text = "Write <tool_call> and so on, then more words follow."
-    with saying(text) as server:
-        chunks = server.stream(tools=[tool(strict=False)])
-    pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
-    assert "".join(pieces) == text
-    assert len(pieces) > 25
-
-
 TEMPLATES = [
     (HERMES, [], '<tool_call>\n{"name": "look", "arguments": {"city":"Paris"}}\n</tool_call>'),
     (
@@ -256,25 +222,19 @@ def test_a_call_its_result_and_the_end(template: str, special: list[str], text: 
 
 
 def test_reasoning_then_a_call() -> None:
-    """All three parts, streamed or not, with the tokens of the reasoning counted."""
+    """All three parts, with the tokens of the reasoning counted."""
     call = '<tool_call>\n{"name": "look", "arguments": {"city":"Paris"}}\n</tool_call>'
     text = f"the city is Paris\n</think>\n\nSo:\n{call}"
-    with saying(text, THINKING) as server:
-        for choice in ("auto", "required"):
-            said = text if choice == "auto" else text.replace("So:\n", "")
-            with saying(said, THINKING) as other:
-                found = other.ask(tools=[LOOK], tool_choice=choice)
-            message = found.choices[0].message
-            assert message.reasoning == message.reasoning_content == "the city is Paris"
-            assert calls_of(message) == [("look", {"city": "Paris"})]
-            assert found.choices[0].finish_reason == "tool_calls"
-            tokens = found.usage.completion_tokens_details.reasoning_tokens
-            assert tokens == len("the city is Paris\n</think>")
-        chunks = server.stream(tools=[LOOK])
-        deltas = [chunk.choices[0].delta for chunk in chunks]
-        assert "".join(getattr(each, "reasoning", None) or "" for each in deltas) == (
-            "the city is Paris"
-        )
+    for choice in ("auto", "required"):
+        said = text if choice == "auto" else text.replace("So:\n", "")
+        with saying(said, THINKING) as server:
+            found = server.ask(tools=[LOOK], tool_choice=choice)
+        message = found.choices[0].message
+        assert message.reasoning == message.reasoning_content == "the city is Paris"
+        assert calls_of(message) == [("look", {"city": "Paris"})]
+        assert found.choices[0].finish_reason == "tool_calls"
+        tokens = found.usage.completion_tokens_details.reasoning_tokens
+        assert tokens == len("the city is Paris\n</think>")
 
 
 def test_reasoning_comes_before_json() -> None:
@@ -285,25 +245,3 @@ def test_reasoning_comes_before_json() -> None:
         assert (message.reasoning, message.content) == ("so", "1")
     with saying("so\n</think>\n\n1", THINKING, reasoning="inline") as server:
         assert server.ask().choices[0].message.content == "so\n</think>\n\n1"
-
-
-def test_calls_or_the_answer_in_json() -> None:
-    """Tools and a `response_format` together: the model chooses one of them."""
-    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
-    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    with saying(CALL) as server:
-        found = server.ask(tools=[LOOK], response_format=asked).choices[0]
-        assert calls_of(found.message) == [("look", {"city": "Paris"})]
-    with saying('{"a":1}') as server:
-        found = server.ask(tools=[LOOK], response_format=asked).choices[0]
-        assert json.loads(found.message.content)["a"] == 1
-        assert found.finish_reason in {"stop", "length"}
-
-
-def test_several_answers_have_calls_of_their_own() -> None:
-    """Each choice is read by itself."""
-    with saying(BOTH) as server:
-        found = server.ask(tools=[LOOK, CLOCK], n=3, logprobs=True)
-    assert [len(choice.message.tool_calls) for choice in found.choices] == [2, 2, 2]
-    for choice in found.choices:
-        assert "".join(each.token for each in choice.logprobs.content).startswith(BOTH)
