@@ -24,7 +24,6 @@ from ropewalk.model_runtime.request import (
     TokenLogprob,
 )
 from tests.checkpoints.tiny_models import VOCAB_SIZE, tiny_model
-from tests.doubles.known_loads import memory_of
 from tests.doubles.tokens import byte_tokenizer
 
 _ids = itertools.count()
@@ -142,11 +141,7 @@ def tiny_checkpoint(
 
 def checkpoint_of(model: PreTrainedModel, *, exact_batches: bool = False) -> Checkpoint:
     """Take a model over; it cannot be used untouched afterwards."""
-    memory = memory_of(model, exact_batches=exact_batches)
-    ends = frozenset[int]()
-    return prepare_model(
-        model, byte_tokenizer(), ends, {}, exact_batches=exact_batches, memory=memory
-    )
+    return prepare_model(model, byte_tokenizer(), frozenset(), {}, exact_batches=exact_batches)
 
 
 def deployment_of(checkpoint: Checkpoint, page_size: int = 1, **options: Any) -> Deployment:

@@ -97,8 +97,8 @@ class CheckMemory:
         kept = read_kept(path)
         kept.pop(self.key, None)  # the newest is the last, and other bits are no check of these
         if check.report.bitwise:
-            known = remembered_check(check, ids, digest, has_program=has_program)
-            kept[self.key] = asdict(known)
+            parts = check.report, check.rounding, has_program, digest
+            kept[self.key] = asdict(KnownCheck(_hash_of(ids), *parts))
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_kept(path, kept)
@@ -107,13 +107,6 @@ class CheckMemory:
         """Return the place with a full check ahead, after a known one has failed."""
         _log.warning("self_check_repeated", reason=str(error))
         return CheckMemory(self.key, None)
-
-
-def remembered_check(
-    check: FullCheck, ids: PromptIds, digest: str, *, has_program: bool
-) -> KnownCheck:
-    """Return what later starts need of a check."""
-    return KnownCheck(_hash_of(ids), check.report, check.rounding, has_program, digest)
 
 
 def _hash_of(ids: PromptIds) -> str:

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2  # Anthropic's client takes no other
 import pytest
 
 from tests.server.api.tools.scripted import Scripted, saying
 from tests.servers.tool_templates import THINKING
+
+if TYPE_CHECKING:
+    import anthropic  # every worker would pay for it
 
 LOOK = {
     "name": "look",
@@ -27,8 +29,11 @@ ASKED: dict[str, Any] = {
 }
 
 
-def with_client(server: Scripted, use: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]) -> Any:
+def with_client(
+    server: Scripted, use: "Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]"
+) -> Any:
     """The result of a use of Anthropic's client."""
+    import anthropic
 
     async def run() -> Any:
         transport = httpx2.ASGITransport(app=server.app)
@@ -49,7 +54,7 @@ def create(server: Scripted, **body: Any) -> Any:
 def stream(server: Scripted, **body: Any) -> tuple[list[Any], Any]:
     """The events of a stream, and the message that the client makes of them."""
 
-    async def use(client: anthropic.AsyncAnthropic) -> tuple[list[Any], Any]:
+    async def use(client: "anthropic.AsyncAnthropic") -> tuple[list[Any], Any]:
         async with client.messages.stream(**{**ASKED, **body}) as running:
             events = [event async for event in running]
             return events, await running.get_final_message()
@@ -225,6 +230,8 @@ def test_default_fields_of_agents_are_accepted() -> None:
 
 def test_the_clients_errors_have_their_classes() -> None:
     """By status, with the type of Anthropic's envelope."""
+    import anthropic
+
     with saying("Yes.") as server:
         with pytest.raises(anthropic.BadRequestError) as raised:
             create(server, messages=[{"role": "user", "content": 5}])
