@@ -4,29 +4,9 @@ from typing import Any
 
 import pytest
 
-from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.rope import POLICIES, Policy, RopeConfigError, Unscaled, Yarn, native_rope
-
-YARN_BLOCK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
-SCALED = native_rope({**CONFIG, "rope_scaling": YARN_BLOCK})
-LONGROPE = native_rope(
-    {
-        **CONFIG,
-        "original_max_position_embeddings": 64,
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0] * 8,
-            "long_factor": [4.0] * 8,
-        },
-    }
-)
-
-
-def scaled(**options: Any) -> Deployment:
-    """A deployment of a checkpoint that was trained with yarn."""
-    return make_deployment("m", SCALED, DeploymentOptions(**options))
+from tests.model_runtime.deployments.test_deployment import CONFIG, LONGROPE, YARN_BLOCK, scaled
 
 
 @pytest.mark.parametrize("policy", [each for each in POLICIES if each != "fixed"])

@@ -1,21 +1,12 @@
 """Requests that are too long: the sentence, the field and the numbers of the error."""
 
 import re
-from typing import Any
 
 import pytest
 
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
-from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.errors import ContextLengthError
-from ropewalk.rope import native_rope
-
-PLAIN = native_rope({"max_position_embeddings": 256, "head_dim": 16})
-
-
-def plain(**options: Any) -> Deployment:
-    """A deployment with tiers of 256, 512 and 1,024 tokens, if the options do not say otherwise."""
-    return make_deployment("m", PLAIN, DeploymentOptions(**options))
+from tests.model_runtime.deployments.test_deployment import plain
 
 
 def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:

@@ -66,40 +66,10 @@ def test_max_tokens_bounds_a_request_and_chooses_nothing(policy: Policy) -> None
         deployment.choose(RopeRequest(), 250, 776)
 
 
-def test_the_policy_of_release_0_1_is_another_name() -> None:
-    """Configurations and requests that say `pinned` get the tier of the prompt, and growth."""
-    assert plain().choose(RopeRequest(policy="pinned"), 300, 9).policy == "grow"
-
-
 def test_a_growing_request_is_on_the_lowest_tier_that_covers_its_tokens() -> None:
     placed = plain(rope_policy="grow").choose(RopeRequest(), 100, 700)
     covering = [placed.tier_covering(each).factor for each in (1, 256, 257, 512, 513, 799)]
     assert covering == [1, 1, 2, 2, 4, 4]
-
-
-def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> None:
-    """The error states the needed factor in its message and in its details."""
-    with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
-        plain().choose(RopeRequest(), 1024, 2)
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.details["n_ctx"] == 1024
-    assert caught.value.details["rope"]["factor_that_fits"] == 5.0
-
-
-def test_untouched_requests_say_so() -> None:
-    """The native table is called `default`, whatever the deployment's method is."""
-    short = plain().choose(RopeRequest(), 10, 5)
-    assert (short.tier.profile.scaling.rope_type, short.tier.factor) == ("default", 1.0)
-    assert short.tier.profile.scaling == Unscaled()
-    long = plain().choose(RopeRequest(), 300, 5)
-    assert (long.tier.profile.scaling.rope_type, long.tier.factor) == ("yarn", 2.0)
-
-
-def test_fixed_uses_the_configured_factor_at_every_length() -> None:
-    """The policy `fixed` with yarn is static YaRN."""
-    deployment = plain(rope_scaling=YARN_4, rope_policy="fixed")
-    placed = deployment.choose(RopeRequest(), 3, 2)
-    assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
 
 def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
@@ -336,3 +306,28 @@ def test_options_that_contradict_each_other_are_refused(
     """The sentence names the deployment, of which there may be several."""
     with pytest.raises(RopeConfigError, match=message):
         plain(**options)
+
+
+def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> None:
+    """The error states the needed factor in its message and in its details."""
+    with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
+        plain().choose(RopeRequest(), 1024, 2)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.details["n_ctx"] == 1024
+    assert caught.value.details["rope"]["factor_that_fits"] == 5.0
+
+
+def test_untouched_requests_say_so() -> None:
+    """The native table is called `default`, whatever the deployment's method is."""
+    short = plain().choose(RopeRequest(), 10, 5)
+    assert (short.tier.profile.scaling.rope_type, short.tier.factor) == ("default", 1.0)
+    assert short.tier.profile.scaling == Unscaled()
+    long = plain().choose(RopeRequest(), 300, 5)
+    assert (long.tier.profile.scaling.rope_type, long.tier.factor) == ("yarn", 2.0)
+
+
+def test_fixed_uses_the_configured_factor_at_every_length() -> None:
+    """The policy `fixed` with yarn is static YaRN."""
+    deployment = plain(rope_scaling=YARN_4, rope_policy="fixed")
+    placed = deployment.choose(RopeRequest(), 3, 2)
+    assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)

@@ -4,19 +4,14 @@ from typing import Any
 
 import pytest
 
-from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.rope import NTK, Linear, RopeConfigError, Yarn, native_rope
 from ropewalk.server.startup.planning.planned_deployments import num_profiles
+from tests.model_runtime.deployments.test_deployment import CONFIG, plain
 
-CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 BLOCK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def plain(**options: Any) -> Deployment:
-    """A deployment of a checkpoint without scaling."""
-    return make_deployment("m", native_rope(CONFIG), DeploymentOptions(**options))
 
 
 def test_each_method_has_the_factor_and_a_block_keeps_its_other_fields() -> None:

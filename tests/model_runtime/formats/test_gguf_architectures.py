@@ -94,13 +94,3 @@ def test_the_number_type_of_a_gpu_is_the_matrices_own(tmp_path: Path) -> None:
         config = gguf_config(path)
         assert torch_dtype("auto", config, torch.device("cuda")) == getattr(torch, expected)
         assert torch_dtype("auto", config, torch.device("cpu")) == torch.float32
-
-
-def test_recommended_sampling_becomes_the_default(tmp_path: Path) -> None:
-    """As `generation_config.json` of a folder."""
-    case = next(case for case in CASES if case.name == "qwen2")
-    stated = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
-    path = case.write(tmp_path / "m.gguf", Written(metadata=stated))
-    found = load_checkpoint(path, device="cpu").sampling_defaults
-    assert found == {"temperature": 0.7, "top_k": 20}
-    assert type(found["top_k"]) is int

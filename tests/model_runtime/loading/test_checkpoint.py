@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.checkpoints.tiny_models import tiny_model
-from tests.doubles.tokens import byte_tokenizer_fast
 
 
 @pytest.fixture
@@ -20,13 +18,6 @@ def folder(tmp_path: Path) -> Path:
     """A copy of the embedded model, to be broken."""
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     return tmp_path / "model"
-
-
-def saved(architecture: str, folder: Path, **overrides: object) -> Path:
-    """A tiny model with a tokenizer on disk."""
-    tiny_model(architecture, **overrides).save_pretrained(folder)
-    byte_tokenizer_fast().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -80,31 +71,10 @@ def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
         load_checkpoint(folder)
 
 
-def test_a_field_of_a_wrong_type_is_named_with_the_reason(folder: Path) -> None:
-    """transformers' own message has the reason in its second line."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": "x"}))
-    with pytest.raises(ModelError, match=r"'hidden_size' expected int"):
-        load_checkpoint(folder)
-
-
 def test_a_folder_that_is_not_there_is_a_sentence() -> None:
     """A name that begins with `./` cannot be the id of a model on the hub."""
     with pytest.raises(ModelError, match=r"there is no folder \./no-such-folder"):
         load_checkpoint("./no-such-folder")
-
-
-def test_an_architecture_that_fails_its_check_is_refused(tmp_path: Path) -> None:
-    """Phimoe is an architecture that fails its self-check."""
-    with pytest.raises(ModelError, match="fails its self-check"):
-        load_checkpoint(saved("phimoe", tmp_path))
-
-
-def test_end_tokens_come_from_generation_config_and_tokenizer(folder: Path) -> None:
-    """The generation config may list several end tokens."""
-    assert load_checkpoint(folder).eos_token_ids == {1}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert load_checkpoint(folder).eos_token_ids == {1, 7, 9}
 
 
 def test_number_types(folder: Path) -> None:
@@ -117,21 +87,11 @@ def test_number_types(folder: Path) -> None:
         load_checkpoint(folder, dtype="float16", device="cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_a_sentence(folder: Path) -> None:
-    """The device `cuda` gives a sentence on a machine without one."""
-    with pytest.raises(ModelError, match="finds no CUDA device"):
-        load_checkpoint(folder, device="cuda")
-
-
-def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
-    """Sampling defaults fill the fields that a request leaves out; a request's fields win."""
+def test_sampling_defaults_fill_what_a_request_leaves_out() -> None:
+    """A request's fields win."""
     from ropewalk.server.api.completion_schema import CompletionRequest
 
-    stated = {"eos_token_id": 1, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    (folder / "generation_config.json").write_text(json.dumps({**stated, "max_length": 99}))
-    defaults = load_checkpoint(folder).sampling_defaults
-    assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     silent = CompletionRequest(prompt="a").sampling(defaults, ())
     assert (silent.temperature, silent.top_k, silent.repetition_penalty) == (0.6, 20, 1.1)
     body = CompletionRequest(prompt="a", temperature=0.0, top_k=-1)

@@ -21,12 +21,8 @@ from tests.checkpoints.gguf_files import Written
 # (field, value as it is in the file, what the sentence says about it)
 UNUSABLE = [
     ("temperature", '"0.7"', "must be a number from 0 to 2, got '0.7'"),
-    ("temperature", "[0.7]", "got [0.7]"),
     ("temperature", "NaN", "got nan"),
-    ("temperature", "true", "got True"),
-    ("temperature", "2.5", "got 2.5"),
     ("top_p", '"0.9"', "must be a number above 0 and at most 1, got '0.9'"),
-    ("top_p", "-1", "got -1"),
     ("top_k", "20.5", "must be an integer of at least -1, got 20.5"),
     ("min_p", "2", "must be a number from 0 to 1, got 2"),
     ("repetition_penalty", "0", "must be a number from 0.01 to 10, got 0"),
@@ -130,6 +126,7 @@ def test_a_gguf_file_is_read_by_the_same_limits(tmp_path: Path) -> None:
     path = case.write(tmp_path / "m.gguf", Written(metadata=stated))
     loaded = load_checkpoint(path, device="cpu")
     assert loaded.sampling_defaults == {"top_k": 20}
+    assert type(loaded.sampling_defaults["top_k"]) is int
     (sentence,) = loaded.left_out
     assert sentence.startswith(
         "m.gguf: general.sampling.temp must be a number from 0 to 2, got -1.0; left out"

@@ -7,25 +7,10 @@ import pytest
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.layers import packed_linear
-from ropewalk.model_runtime.loading.native_tables import read_native_rope
-from ropewalk.model_runtime.loading.patch_model import patch_model
-from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
-from ropewalk.model_runtime.probing.untouched import OriginalLogits, original_logits
+from ropewalk.model_runtime.loading.self_check import check
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
-from tests.checkpoints.tiny_models import tiny_model
 from tests.doubles.engines import tiny_checkpoint
-
-
-def prompts_of(architecture: str) -> tuple[PagedPrompts, OriginalLogits]:
-    """The prompts over a patched model with packed linears, and what it was before."""
-    model = tiny_model(architecture)
-    native = read_native_rope(model)
-    original = original_logits(model, native)
-    plans = patch_model(model, native)
-    packed_linear.pack(model)
-    packed_linear.replace_activations(model)
-    return PagedPrompts(model, plans, native, original.ids), original
+from tests.model_runtime.loading.test_patch_model import patched
 
 
 def state(model: Any) -> list[tuple[str, int, Any, Any]]:
@@ -39,7 +24,7 @@ def state(model: Any) -> list[tuple[str, int, Any, Any]]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_the_check_changes_nothing(architecture: str) -> None:
     """Modules, forwards and windows are those from before."""
-    prompts, original = prompts_of(architecture)
+    prompts, original = patched(architecture)
     before = state(prompts.model), prompts.model.config.to_dict()
     check(prompts, original)
     assert (state(prompts.model), prompts.model.config.to_dict()) == before

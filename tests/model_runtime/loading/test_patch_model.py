@@ -202,19 +202,3 @@ def test_a_checkpoint_that_carries_scaling_is_patched_natively() -> None:
     original = original_logits(model, native)
     plans = patch_model(model, native)
     check(PagedPrompts(model, plans, native, original.ids), original)
-
-
-def test_wrong_dual_chunk_attention_is_refused_at_load() -> None:
-    """transformers ignores the block, so the model would run without it."""
-    block = {"chunk_size": 32, "original_max_position_embeddings": 32}
-    model = tiny_model("qwen2", dual_chunk_attention_config=block)
-    with pytest.raises(ModelError, match=r"dual_chunk_attention_config\.local_size: must be"):
-        read_native_rope(model)
-
-
-def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:
-    """An unknown field of a rope block is never ignored."""
-    model = tiny_model("llama")
-    model.config.rope_parameters["xdrope_section"] = [1, 2, 3]
-    with pytest.raises(ModelError, match="xdrope_section"):
-        read_native_rope(model)

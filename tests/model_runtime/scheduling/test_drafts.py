@@ -111,14 +111,6 @@ def learnt(seconds_by_rows: dict[int, float]) -> StepCost:
     return cost
 
 
-def test_the_line_is_that_of_the_steps() -> None:
-    """One step of another kind hardly moves it."""
-    cost = learnt({1: 0.010, 4: 0.013, 8: 0.017})
-    assert cost.line(2) == pytest.approx((0.011, 0.001), rel=0.1)
-    cost.note(1, 60.0)
-    assert cost.line(2)[0] < 0.02
-
-
 @pytest.mark.parametrize(
     ("seconds_by_rows", "num_sequences", "rate", "least", "most"),
     [

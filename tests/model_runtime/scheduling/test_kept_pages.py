@@ -1,7 +1,5 @@
 """Pages between sinks and window are released while a sequence runs."""
 
-import random
-
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
@@ -100,21 +98,3 @@ def test_only_the_first_tokens_are_published() -> None:
     step(plan)
     assert second.is_running
     assert second.num_cached_tokens == 25 // PAGE * PAGE
-
-
-def test_preemption_gives_holes_and_pages_back() -> None:
-    """A sequence that is computed again drops its pages again."""
-    plan = scheduler(40)
-    numbers = random.Random(0)
-    sequences = [sequence(60, salt=str(at)) for at in range(2)]
-    for each in sequences:
-        plan.add(each)
-    for _ in range(300):
-        step(plan)
-        if numbers.random() < 0.1:
-            plan.make_room()
-        plan.check_integrity()
-    assert HOLE in sequences[0].pages
-    for each in sequences:
-        plan.remove(each)
-    assert plan.pool.num_used == 0

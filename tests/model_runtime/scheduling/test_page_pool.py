@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, next_key, root_key
 from ropewalk.rope import Profile, Unscaled, Yarn
-from tests.model_runtime.scheduling.test_scheduler import scheduler, sequence
 
 
 def key(number: int) -> bytes:
@@ -91,18 +90,3 @@ def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:
     assert next_key(root_key(plain, "a"), [1, 2]) == next_key(root_key(plain, "a"), (1, 2))
     whole = Profile(Yarn(factor=2, original_max_position_embeddings=8))
     assert root_key(whole, "") == root_key(yarn, "")
-
-
-def test_pages_that_are_detained_are_free_after_the_step() -> None:
-    """A step that the device still runs may write to them."""
-    plan = scheduler()
-    each = sequence(40)
-    plan.add(each)
-    plan.schedule()
-    num_used = plan.pool.num_used
-    assert num_used
-    plan.pages.detain()
-    plan.pages.release(each)
-    assert plan.pool.num_used == num_used
-    plan.pages.release_detained()
-    assert plan.pool.num_used == 0

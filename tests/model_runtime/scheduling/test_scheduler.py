@@ -51,32 +51,6 @@ def sizes(step: StepPlan) -> list[int]:
     return [chunk.num_tokens for chunk in step.chunks.values()]
 
 
-def test_a_long_prompt_is_read_in_chunks() -> None:
-    """Each chunk is as large as the budget allows."""
-    plan = scheduler()
-    plan.add(sequence(40))
-    seen = []
-    for _ in range(4):
-        step = plan.schedule()
-        seen.append(sizes(step))
-        computed(plan, step)
-    assert seen == [[16], [16], [8], [1]]
-
-
-def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
-    """A sequence that decodes never waits for a prompt."""
-    plan = scheduler()
-    short, long = sequence(3), sequence(60)
-    plan.add(short)
-    computed(plan, plan.schedule())
-    plan.add(long)
-    step = plan.schedule()
-    assert [(each, chunk.num_tokens) for each, chunk in step.chunks.items()] == [
-        (short, 1),
-        (long, 15),
-    ]
-
-
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
     """The oldest prompt gets a quarter of the budget; those with least left get the rest."""
     plan = scheduler(kv_cache_tokens=800)
@@ -176,21 +150,13 @@ def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
     assert plan.running == [big, small]
 
 
-def test_no_more_sequences_run_than_allowed() -> None:
-    """The limit of running sequences is max_num_seqs."""
-    plan = scheduler()
-    for _ in range(6):
-        plan.add(sequence(3))
-    plan.schedule()
-    assert (len(plan.running), len(plan.waiting)) == (4, 2)
-
-
-def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
-    """A row of prompt logprobs is as wide as the vocabulary."""
-    plan = scheduler(max_num_logit_rows=6)
-    plan.add(sequence(20, prompt_logprobs=1))
-    plan.add(sequence(20, salt="other"))
-    assert sizes(plan.schedule()) == [6, 10]
+def test_no_page_is_taken_for_tokens_that_may_come() -> None:
+    """As many requests run with the largest max_tokens as with a small one."""
+    for max_tokens in (4, 1017):
+        plan = scheduler(kv_cache_tokens=64, max_num_seqs=8, max_num_batched_tokens=64)
+        for number in range(8):
+            plan.add(sequence(8, max_tokens, salt=str(number)))
+        assert len(plan.schedule().chunks) == plan.pool.num_used == 8
 
 
 def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
@@ -310,22 +276,6 @@ def test_after_a_nan_no_sequence_publishes_pages_that_may_be_wrong() -> None:
     assert list(plan.pages.index.published().values()) == well.pages[:1]
 
 
-def test_another_salt_shares_nothing() -> None:
-    """A request with another salt shares nothing, and neither does one with prompt logprobs."""
-    plan = scheduler()
-
-    def cached(salt: str, **params: Any) -> int | None:
-        each = sequence(25, 1, salt=salt, **params)
-        plan.add(each)
-        for _ in range(4):
-            if not each.num_generated:
-                computed(plan, plan.schedule())
-        plan.remove(each)
-        return each.num_cached_tokens
-
-    assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]
-
-
 def test_a_lower_priority_number_starts_first_and_is_preempted_last() -> None:
     """Within a priority the order is that of arrival."""
     plan = scheduler(max_num_seqs=2)
@@ -388,3 +338,42 @@ def test_a_late_priority_gives_its_pages_to_an_early_one() -> None:
             break
     assert early.is_running
     assert not late.is_running
+
+
+def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
+    """A sequence that decodes never waits for a prompt."""
+    plan = scheduler()
+    short, long = sequence(3), sequence(60)
+    plan.add(short)
+    computed(plan, plan.schedule())
+    plan.add(long)
+    step = plan.schedule()
+    assert [(each, chunk.num_tokens) for each, chunk in step.chunks.items()] == [
+        (short, 1),
+        (long, 15),
+    ]
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    """The limit of running sequences is max_num_seqs."""
+    plan = scheduler()
+    for _ in range(6):
+        plan.add(sequence(3))
+    plan.schedule()
+    assert (len(plan.running), len(plan.waiting)) == (4, 2)
+
+
+def test_another_salt_shares_nothing() -> None:
+    """A request with another salt shares nothing, and neither does one with prompt logprobs."""
+    plan = scheduler()
+
+    def cached(salt: str, **params: Any) -> int | None:
+        each = sequence(25, 1, salt=salt, **params)
+        plan.add(each)
+        for _ in range(4):
+            if not each.num_generated:
+                computed(plan, plan.schedule())
+        plan.remove(each)
+        return each.num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]

@@ -15,6 +15,8 @@ def test_the_line_is_that_of_the_measured_steps() -> None:
         seconds, slope = cost.line(num_rows)
         assert seconds == pytest.approx(0.005 + 0.0004 * num_rows, rel=0.02)
         assert slope == pytest.approx(0.0004, rel=0.02)
+    cost.note(1, 60.0)
+    assert cost.line(2)[0] < 0.02, "one step of another kind hardly moves it"
 
 
 def test_steps_of_one_size_have_the_first_slope() -> None:

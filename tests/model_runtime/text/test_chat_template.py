@@ -148,13 +148,6 @@ def test_a_message_that_a_template_leaves_out_is_not_continued(tokenizer: Any) -
         assert raised.value.param == "continue_final_message"
 
 
-def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:
-    """The operator states the other template."""
-    tokenizer.chat_template = TEMPLATE
-    chat = ChatTemplate("{{ messages[0].content }}!", tokenizer.special_tokens_map)
-    assert chat.render(MESSAGES) == "Be brief.!"
-
-
 def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
     """A base model continues such a text, and it stops before the user's next turn."""
     tokenizer.chat_template = None

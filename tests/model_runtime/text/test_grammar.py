@@ -71,21 +71,6 @@ def test_every_finished_answer_satisfies_its_schema(
         assert each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def test_the_same_alone_and_in_a_batch(
-    compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
-) -> None:
-    """Answers have equal bits alone and in a batch, for neighbours without a grammar too."""
-    grammars = [compiled(compiler, SCHEMAS[name]) for name in ("required", "refs", "any object")]
-    requests = [
-        held_to(grammar, embedded, seed=seed, max_tokens=40, logprobs=3)
-        for seed, grammar in enumerate([*grammars, None, None, grammars[0]])
-    ]
-    alone = [answer(engines.over(embedded), each)[0] for each in requests]
-    assert answer(engines.over(embedded), *requests) == alone
-    without = [each for each in requests if each.grammar is None]
-    assert answer(engines.over(embedded), *without) == alone[3:5]
-
-
 def test_preemption_and_crossings_change_nothing(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
@@ -242,8 +227,6 @@ def test_a_mask_leaves_the_rest_of_the_row_and_other_rows_alone() -> None:
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"properties": {"a": {"not": {}}}}, "'not' is not supported (at '$.properties.a')"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"minimum": 3, "maximum": 2, "type": "number"}, "Unsatisfiable"),
         ({"properties": {"a": {}}, "maxProperties": 1}, "maxProperties"),
         ({"patternProperties": {"^a": {}, "b$": {}}}, "not disjoint"),

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +118,6 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     assert children(os.getpid()).isdisjoint(killed)
 
 
-@contextmanager
-def no_more_processes() -> Iterator[None]:
-    """A machine without room for another process."""
-
-    def none_left(*_: Any, **__: Any) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(subprocess, "Popen", none_left)
-        yield
-
-
 @needs_proc
 def test_an_interrupt_of_the_group_leaves_the_processes_alone() -> None:
     """Control and C, and the end of a container, reach all; the server still answers chats."""
@@ -175,13 +161,18 @@ def test_the_processes_end_with_the_server() -> None:
 
 
 @needs_proc
-def test_no_process_is_no_crash() -> None:
+def test_no_process_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without room for another process refuses the chat in a sentence."""
     plain = template(PLAIN)
     kill_all()
-    refused = pytest.raises(RequestError, match="failed on them: no process for it can be started")
-    with no_more_processes(), refused:
-        plain.render(HELLO)
+
+    def none_left(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", none_left)
+        with pytest.raises(RequestError, match="failed on them: no process for it can be started"):
+            plain.render(HELLO)
     assert plain.render(HELLO) == "Hello."
 
 

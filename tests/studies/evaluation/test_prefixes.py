@@ -2,13 +2,11 @@
 
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
@@ -20,9 +18,8 @@ from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.planning.planned_deployments import plan_deployments
 from ropewalk.studies.evaluation import run as run_module
 from ropewalk.studies.evaluation.cells import PERPLEXITY
-from ropewalk.studies.evaluation.command import evaluate
-from ropewalk.studies.evaluation.plan import LengthOptions, LengthPlan, Variant, make_plan
-from ropewalk.studies.evaluation.subject import load_subject, native_of
+from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.evaluation.subject import load_subject
 from ropewalk.studies.evaluation.texts import (
     LengthText,
     Texts,
@@ -30,27 +27,13 @@ from ropewalk.studies.evaluation.texts import (
     make_texts,
     read_documents,
 )
+from tests.studies.evaluation.test_evaluation import invoke, plan_of
 
 LENS = (128, 256, 512, 1024)
 ARGUMENTS = (
     "--prefixes", "--methods", "none,yarn", "--rope-policies", "fixed,by_position,grow",
     "--windows", "2", "--queries", "0", "--context-lens", ",".join(map(str, LENS)),
 )  # fmt: skip
-
-
-def invoke(*arguments: str) -> Result:
-    """Run the command in this process."""
-    ended = CliRunner().invoke(evaluate, arguments)
-    assert isinstance(ended.exception, SystemExit | None), ended.exception
-    return ended
-
-
-def plan_of(*arguments: str) -> LengthPlan:
-    """The plan of a command line."""
-    params = evaluate.make_context("eval", [*arguments]).params
-    names = [each.name for each in fields(LengthOptions) if each.name in params]
-    options = LengthOptions(**{name: params[name] for name in names})
-    return make_plan(options, native_of(load_settings({})))
 
 
 class Run:
@@ -205,26 +188,6 @@ def test_windows_lie_side_by_side_before_each_length() -> None:
     assert text.first_target == 64
 
 
-def test_the_report_compares_the_variants_window_by_window(measured: Run) -> None:
-    """A block beside no scaling and one beside grow have each length's change in percent."""
-    assert measured.report["settings"]["prefixes"] is True
-    shown = measured.ended.stdout
-    assert "(2 to 16 windows of 64 tokens before each length, of 2 texts)" in shown
-    for base in ("no scaling", "the method's own grow"):
-        assert f"perplexity beside {base}, % (the same windows in pairs)" in shown
-    block = shown.partition("perplexity beside no scaling, %")[2].partition("\n\n")[0]
-    changes = {line.split("  ")[0]: line.split()[-3] for line in block.splitlines()[2:]}
-    for policy in ("fixed", "by_position", "grow"):
-        variant = Variant("yarn", policy)
-        one, other = (
-            [each["nats"] / 64 for each in measured.row(each, 1024)["windows"]]
-            for each in (variant, Variant("none", None))
-        )
-        mean = sum(a - b for a, b in zip(one, other, strict=True)) / len(one)
-        told = float(changes[variant.label])
-        assert told == pytest.approx(100 * (math.exp(mean) - 1), abs=0.51)
-
-
 def test_more_texts_than_there_are_are_refused(tmp_path: Path, embedded: Checkpoint) -> None:
     """The refusal has the number of disjoint texts of the longest length."""
     path = tmp_path / "a.txt"
@@ -255,29 +218,6 @@ def test_a_stated_length_is_where_tiers_begin(tmp_path: Path, embedded: Checkpoi
         assert factors["by_position", context_len] == own
     (by_position,) = (each.tier_choice for each in run.cells if each.tier_choice.lower_tiers)
     assert [tier.ceiling for tier in by_position.prompt_tiers] == [128, 256]
-    scaled = AutoModelForCausalLM.from_pretrained(
-        EMBEDDED_MODEL,
-        dtype=torch.float32,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 128,
-        },
-    )
-    (cell,) = (
-        each
-        for each in run.cells
-        if (each.tier_choice.tier.factor, each.context_len) == (2, 256)
-        and not each.tier_choice.lower_tiers
-    )
-    row = run.row(Variant("yarn", "fixed"), 256)
-    for task, window in zip(cell.tasks, row["windows"], strict=True):
-        ids = torch.tensor([task.prompt_ids])
-        with torch.no_grad():
-            logprobs = scaled(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-        chosen = logprobs.gather(1, ids[0, 1:, None])[-window["target_tokens"] :, 0]
-        assert window["nats"] == pytest.approx(-float(chosen.sum()), rel=1e-3)
     settings = load_settings({"config": str(tmp_path / "suggestion.yaml")})
     (deployment,) = plan_deployments(settings, embedded.native)
     assert [tier.ceiling for tier in deployment.own_tiers][-1] == 256

@@ -44,20 +44,8 @@ def command(**options: Any) -> None:
             "Options(num_cells=2, lens=(1, 3), shares=(0.0, 50.0), names=(1, 2))",
         ),
         ("--names deux,two", "names=(2,)"),
-        ("--names three", "Invalid value for '--names': 'three' is not one of 'one', 'two'"),
-        ("--lens 0", "Invalid value for '--lens': 0 is not in the range x>=1"),
-        ("--lens 1,x", "Invalid value for '--lens': 'x' is not a valid integer range"),
-        ("--shares 101", "Invalid value for '--shares': 101.0 is not in the range 0<=x<=100"),
     ],
 )
 def test_a_dataclass_is_the_options_of_a_command(arguments: str, said: str) -> None:
-    """Several values are listed once, in order; the error names the option and the limit."""
+    """Several values are listed once, in order."""
     assert said in CliRunner().invoke(command, arguments.split()).output
-
-
-def test_a_value_is_named_by_its_type_in_the_help() -> None:
-    """The options come in the order of the fields."""
-    text = CliRunner().invoke(command, ["--help"]).output
-    assert "--cells N" in text
-    assert "--lens N,N,..." in text
-    assert text.index("--lens N,N,...") < text.index("--names NAME,...")

@@ -10,7 +10,6 @@ from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.settings.load import load_settings
 from ropewalk.server.startup.load_service import load_service
 from tests.checkpoints.quantised_cases import case
-from tests.checkpoints.quantised_files import change_config
 from tests.servers.processes import run_here
 
 STORED = {
@@ -52,25 +51,3 @@ def test_every_place_says_the_same(name: str, tmp_path: Path) -> None:
     assert entry["stored_in"] == STORED[name]
     assert (entry["served_in"], entry["stored_bytes"]) == ("bfloat16", size)
     assert entry["loaded_bytes"] == costs["parameter_bytes"]
-
-
-def test_a_refused_format_is_a_sentence_with_code_2(tmp_path: Path) -> None:
-    """`config check` refuses what `serve` would."""
-    case("awq").write(tmp_path)
-    change_config(tmp_path, quantization_config={"quant_method": "hqq"})
-    ended = run_here("inspect", str(tmp_path))
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"ropewalk: {tmp_path}: quantization_config.quant_method must")
-    assert ended.stderr.count("\n") == 1
-
-
-def test_config_check_says_how_weights_are_stored(tmp_path: Path) -> None:
-    """The banner has the same line."""
-    folder = tmp_path / "model"
-    case("w4a16").write(folder)
-    file = tmp_path / "ropewalk.yaml"
-    file.write_text(f"model: {folder}\ndevice: cpu\n")
-    ended = run_here("config", "check", str(file))
-    assert ended.returncode == 0, ended.stderr
-    told = "stored in compressed-tensors (int4 in groups of 128), served in float32"
-    assert told in ended.stdout

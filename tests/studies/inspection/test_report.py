@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.size_text import size_text
 from ropewalk.rope import native_rope
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.load_service import load_service
@@ -41,37 +39,6 @@ def inspect(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_wavelengths_and_states_are_yarns_formula() -> None:
-    """Above 32 turns within L pairs are kept, below 1 interpolated, else blended.
-
-    The formula is that of arXiv 2309.00071.
-    """
-    found = inspect()
-    assert found["native_len"] == 256
-    tiers = found["deployments"][0]["tiers"]
-    assert [(tier["ceiling"], tier["factor"]) for tier in tiers] == [
-        (256, 1.0),
-        (512, 2.0),
-        (1024, 4.0),
-        (2048, 8.0),
-    ]
-    for tier in tiers:
-        factor = tier["factor"]
-        assert tier["attention_factor"] == pytest.approx(0.1 * math.log(factor) + 1)
-        for pair, shown in enumerate(tier["pairs"]):
-            native = 2 * math.pi * 10_000 ** (2 * pair / 64)
-            turns = 256 / native
-            assert shown["ratio"] == pytest.approx(shown["wavelength"] / native, rel=1e-5)
-            if factor == 1 or turns > 32:
-                assert (shown["state"], round(shown["ratio"], 4)) == ("kept", 1)
-            elif turns < 1:
-                assert shown["state"] == "interpolated"
-                assert shown["ratio"] == pytest.approx(factor, rel=1e-5)
-            else:
-                assert shown["state"] == "blended"
-                assert 1 < shown["ratio"] < factor
-
-
 def test_costs_are_those_of_the_config() -> None:
     """The bytes of a token, and the tokens that fit beside the weights, are compared."""
     costs = inspect("--memory-gib", "0.02")["costs"]
@@ -85,31 +52,16 @@ def test_costs_are_those_of_the_config() -> None:
     assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
 
 
-@pytest.mark.parametrize("memory_gib", ["0.001", "0.015"])
-def test_a_memory_in_which_nothing_fits_ends_with_code_2(memory_gib: str) -> None:
-    """The report is still printed. The larger memory holds the weights, but no page beside them."""
-    ended = run_here("inspect", "--json", "--memory-gib", memory_gib)
+def test_a_memory_in_which_nothing_fits_ends_with_code_2() -> None:
+    """The report is still printed. This memory holds the weights, but no page beside them."""
+    ended = run_here("inspect", "--json", "--memory-gib", "0.015")
     costs = json.loads(ended.stdout)["costs"]
     assert costs["longest_context_in_memory"] == 0
-    assert (float(memory_gib) * 2**30 > costs["weight_bytes"]) == (memory_gib == "0.015")
+    assert costs["weight_bytes"] < 0.015 * 2**30
     assert ended.returncode == 2
-    assert "ropewalk: --memory-gib: must fit the weights (" in ended.stderr
-    assert f"and a page of the cache (64 tokens, 256 KiB), got {memory_gib}" in ended.stderr
-    text = run_here("inspect", "--memory-gib", memory_gib).stdout
+    assert "and a page of the cache (64 tokens, 256 KiB), got 0.015" in ended.stderr
+    text = run_here("inspect", "--memory-gib", "0.015").stdout
     assert "0 tokens: the weights leave no room for a page of the cache" in text
-
-
-def test_parameters_and_held_memory_are_two_facts() -> None:
-    """The held memory has a packed copy of the tied head beside the parameters."""
-    costs = inspect()["costs"]
-    assert costs["parameter_bytes"] == 4 * costs["num_parameters"]
-    assert costs["weight_bytes"] == costs["parameter_bytes"] + costs["tied_head_bytes"]
-    assert costs["tied_head_bytes"] > 0
-    shown = run_here("inspect").stdout
-    parameters, held = (size_text(costs[name]) for name in ("parameter_bytes", "weight_bytes"))
-    assert re.search(rf"^parameters       3\.\d+ million, {parameters}$", shown, re.MULTILINE)
-    copy = f"a packed copy of the tied head ({size_text(costs['tied_head_bytes'])})"
-    assert f"\nheld in memory   {held}: the parameters, and {copy}\n" in shown
 
 
 def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
@@ -165,7 +117,6 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port: x", "port: must be an integer, got 'x'"),
         ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja: No such file"),
         ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),
@@ -173,14 +124,6 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         (
             "deployments: [{name: a}, {name: b, rope_tiers: [2, 4]}]",
             "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",
-        ),
-        (
-            "deployments: [{name: a, rope_scaling: {rope_type: yarn, factor: 8}, rope_tiers: [1]}]",
-            "deployments: a: rope_tiers: ends at 1, but the factor of rope_scaling is 8",
-        ),
-        (
-            "deployments: [{name: a, rope_scaling: {rope_type: yarn}}]",
-            "deployments: a: rope_scaling: factor: is missing",
         ),
         (
             "kv_cache_tokens: 1000\ndeployments: [{name: a, max_model_len: 2000}]",
@@ -255,3 +198,34 @@ def test_pairs_that_stand_still_have_no_row() -> None:
     assert tiers[0]["pairs"][7]["wavelength"] == pytest.approx(2 * math.pi * 1e6 ** (14 / 64))
     lines = found.table_lines()
     assert [line.split()[0] for line in lines[3:]] == [str(pair) for pair in range(8)]
+
+
+def test_wavelengths_and_states_are_yarns_formula() -> None:
+    """Above 32 turns within L pairs are kept, below 1 interpolated, else blended.
+
+    The formula is that of arXiv 2309.00071.
+    """
+    found = inspect()
+    assert found["native_len"] == 256
+    tiers = found["deployments"][0]["tiers"]
+    assert [(tier["ceiling"], tier["factor"]) for tier in tiers] == [
+        (256, 1.0),
+        (512, 2.0),
+        (1024, 4.0),
+        (2048, 8.0),
+    ]
+    for tier in tiers:
+        factor = tier["factor"]
+        assert tier["attention_factor"] == pytest.approx(0.1 * math.log(factor) + 1)
+        for pair, shown in enumerate(tier["pairs"]):
+            native = 2 * math.pi * 10_000 ** (2 * pair / 64)
+            turns = 256 / native
+            assert shown["ratio"] == pytest.approx(shown["wavelength"] / native, rel=1e-5)
+            if factor == 1 or turns > 32:
+                assert (shown["state"], round(shown["ratio"], 4)) == ("kept", 1)
+            elif turns < 1:
+                assert shown["state"] == "interpolated"
+                assert shown["ratio"] == pytest.approx(factor, rel=1e-5)
+            else:
+                assert shown["state"] == "blended"
+                assert 1 < shown["ratio"] < factor
