@@ -87,3 +87,9 @@ def test_a_pattern_that_backtracks_refuses_its_text_only() -> None:
         tokenizer.encode("a" * 40 + "b")
     assert found.value.param == "prompt"
     assert tokenizer.encode("aaa")
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+    """The error names the field."""
+    with pytest.raises(RequestError, match="`prompt` is not valid Unicode text"):
+        tokenizer.encode("a\ud800")
