@@ -1,6 +1,7 @@
 """Fixtures that tests of the HTTP interface share."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -23,7 +24,8 @@ def breakable() -> Iterator[Server]:
     Its clients may lag 64 outputs behind.
     """
     flags = ("--open-metrics", "--api-key", KEY, "--shutdown-timeout-seconds", "0")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MOST_UNREAD, "64")
-        with running_server(*flags, module=MODULE) as running:
-            yield running
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # other servers have no such bound
+            patch.setenv(MOST_UNREAD, "64")
+            running = stack.enter_context(running_server(*flags, module=MODULE))
+        yield running
