@@ -14,7 +14,7 @@ from tests.servers.processes import Server
 # The embedded model's buckets; it was trained on 256 tokens and is served to 2,048.
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 _PROMPT_LENS = (12, 60, 120, 200, 300, 700, 1300, 1900)
-_SECONDS, _CLIENTS = 5, 3
+_CLIENTS = 3
 MODELS = ("dynamic", "static")  # the deployments that get the load
 
 
@@ -76,15 +76,15 @@ def _streamed(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
     return seconds
 
 
-def send_load(server: Server) -> Measured:
-    """Rounds over all lengths for some seconds, so that several scrapes lie between."""
+def send_load(server: Server, seconds: float) -> Measured:
+    """Send rounds over all lengths for so long, and at least one of each client."""
     url, together = f"{server.url}/v1/completions", Measured()
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + seconds
 
     def one_client(which: int) -> Measured:
         number, measured = which, Measured()
         with httpx.Client(timeout=60) as client:
-            while time.monotonic() < deadline:
+            while not measured.num_refused or time.monotonic() < deadline:
                 for prompt_len in _PROMPT_LENS:
                     body, bucket = _body(prompt_len, number), _bucket(prompt_len)
                     body["model"] = MODELS[which == 0]
