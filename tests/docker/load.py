@@ -84,7 +84,7 @@ def send_load(server: Server, seconds: float) -> Measured:
     def one_client(which: int) -> Measured:
         number, measured = which, Measured()
         with httpx.Client(timeout=60) as client:
-            while not measured.num_refused or time.monotonic() < deadline:
+            while True:
                 for prompt_len in _PROMPT_LENS:
                     body, bucket = _body(prompt_len, number), _bucket(prompt_len)
                     body["model"] = MODELS[which == 0]
@@ -99,7 +99,8 @@ def send_load(server: Server, seconds: float) -> Measured:
                 refused = client.post(url, json={"prompt": [7] * 5000})
                 assert refused.status_code == 400
                 measured.num_refused += 1
-        return measured
+                if time.monotonic() >= deadline:
+                    return measured
 
     with ThreadPoolExecutor(_CLIENTS) as pool:
         for each in pool.map(one_client, range(_CLIENTS)):

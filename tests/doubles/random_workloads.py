@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.engine.engine_core import EngineCore
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
@@ -67,20 +66,6 @@ def workload(
         if chance.random() < 0.2:
             made.aborts.setdefault(chance.randrange(80), []).append(asked.request_id)
     return made
-
-
-def requests_with_beginnings(
-    rng: random.Random, deployment: Deployment, num_shared: Sequence[int]
-) -> list[Request]:
-    """Four prompts with so many first tokens in common, one of `num_shared` each."""
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(max(num_shared))]
-    asked = []
-    for _ in range(4):
-        prompt = shared[: rng.choice(num_shared)]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([3, 31, 60, 90]))]
-        sampling = rng.choice([{}, {"logprobs": 3}, {"temperature": 0.9, "seed": 7}])
-        asked.append(request(deployment, prompt, max_tokens=rng.randint(1, 60), **sampling))
-    return asked
 
 
 def serve(

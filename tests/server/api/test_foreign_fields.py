@@ -335,8 +335,10 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "use `regex`"),
         ({"guided_grammar": "x"}, "guided_grammar", "use `guided_regex`, or `response_format`"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
-        ({"timings_per_token": True, "n": 2}, "timings_per_token", "one prompt and one answer"),
-        ({"timings_per_token": True, "prompt": ["a", "b"]}, "timings_per_token", "one prompt"),
+        *(
+            ({"timings_per_token": True, **more}, "timings_per_token", "one prompt and one answer")
+            for more in ({"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]})
+        ),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1. Given: 0"),
         ({"bad_words": ["a", ""]}, "bad_words.1", "at least 1 character"),
         ({"bad_words": ["a"] * 65}, "bad_words", "at most 64 items. Given: 65"),

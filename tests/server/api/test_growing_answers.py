@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.api.asking import tokens_of
 from tests.servers.processes import Server
 
 GROWING = ("by_position", "grow", "grow-exact")
@@ -23,9 +24,7 @@ LENGTHS = (1, 250, 256, 257, 505, 1000)
 @pytest.fixture(scope="module")
 def prompts(server: Server) -> list[list[int]]:
     """A prompt of each length, none the beginning of another."""
-    text = Path(os.__file__).read_text()
-    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60)
-    bos, *ids = answer.json()["tokens"]
+    bos, *ids = tokens_of(server, Path(os.__file__).read_text())
     return [[bos, *ids[37 * at : 37 * at + length - 1]] for at, length in enumerate(LENGTHS)]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.asking import asked, refused, streamed
+from tests.server.api.asking import asked, streamed
 from tests.servers.processes import Server
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -59,12 +59,3 @@ def test_a_cached_prompt_is_not_counted_as_computed(server: Server) -> None:
     assert (first["cache_n"], first["prompt_n"]) == (0, 200)
     assert second["cache_n"] > 0
     assert second["cache_n"] + second["prompt_n"] == 200
-
-
-@pytest.mark.parametrize("fields", [{"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]}])
-def test_times_of_several_answers_are_refused(server: Server, fields: dict[str, Any]) -> None:
-    """The object is of one answer, as in llama.cpp."""
-    body = {**BODIES["completions"], "timings_per_token": True, **fields}
-    error = refused(server, "completions", **body)
-    assert error["param"] == "timings_per_token"
-    assert "needs one prompt and one answer" in error["message"]

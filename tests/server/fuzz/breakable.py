@@ -20,9 +20,8 @@ SIGNALS = {
     FAIL: "the next forward pass raises: the requests of that step end",
     STALL: "the next step does not end, until the same signal comes again",
 }
-MOST_UNREAD = (
-    "BREAKABLE_MAX_UNREAD"  # a variable: outputs that the client of a stream may lag behind
-)
+# The variable with the number of outputs that the client of a stream may lag behind.
+MOST_UNREAD = "BREAKABLE_MAX_UNREAD"
 # The state between the engine's death and the process' end is otherwise a matter of luck.
 _DYING_S = 2.0
 

@@ -219,10 +219,6 @@ def test_an_older_name_of_a_policy_is_read_as_the_newer_one(tmp_path: Path) -> N
             {"max_num_batched_tokens": "8", "max_num_seqs": "9"},
             r"must be >= max_num_seqs \(9\), got 8",
         ),
-        (
-            {"max_num_batched_tokens": "8", "max_draft_tokens": "8"},
-            r"> max_draft_tokens \(8\), got 8",
-        ),
         ({"model": ""}, "model: .*at least 1"),
         (
             {"revision": "main"},
